@@ -1,4 +1,4 @@
-"""Measured numbers with their provenance: `Record`, the JSONL `Store`, and the published tables beside it. No torch."""
+"""Measured numbers with their provenance: `Record`, the JSONL `Store`, published tables beside it. No torch."""
 
 from __future__ import annotations
 
@@ -8,5 +8,13 @@ from .record import Record, RecordError
 from .store import Damage, Entry, Store, StoreError
 
 __all__ = [
-    "Damage", "Entry", "Provenance", "PublishedError", "Record", "RecordError", "Store", "StoreError", "collect",
+    "Damage",
+    "Entry",
+    "Provenance",
+    "PublishedError",
+    "Record",
+    "RecordError",
+    "Store",
+    "StoreError",
+    "collect",
 ]

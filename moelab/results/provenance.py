@@ -1,11 +1,13 @@
-"""Where a number came from: GPU, driver, versions, commit. Asked of nvidia-smi, package metadata and git; no torch.
+"""Where a number came from: GPU, driver, versions, commit, asked of nvidia-smi, package metadata and git.
 
-Nothing is asked at import. `collect()` runs once per benchmark, and its result goes into every record of that run.
+Nothing is asked at import, and torch is never imported. `collect()` runs once per benchmark, and its result
+goes into every record of that run.
 
-The commit is taken, in this order, from the arguments, from MOELAB_COMMIT (with MOELAB_DIRTY, default 0) for copies
-without a `.git`, such as a container image or a cluster's work folder, and from git. Git is believed only if the
-repository is the one that holds this package: an environment inside somebody's own repository would otherwise lend
-its commit. With none of the three the commit is "unknown", and the record counts as dirty.
+The commit is taken, in this order, from the arguments, from MOELAB_COMMIT (with MOELAB_DIRTY, default 0) for
+copies without a `.git`, such as a container image or a cluster's work folder, and from git. Git is believed
+only if the repository is the one that holds this package: an environment inside somebody's own repository
+would otherwise lend its commit. With none of the three the commit is "unknown", and the record counts as
+dirty.
 """
 
 from __future__ import annotations
@@ -24,11 +26,22 @@ from ..config import MoelabError
 from .record import UNKNOWN_COMMIT
 
 LIBRARIES = (
-    "moelab", "torch", "triton", "numpy", "transformers", "nvidia-nccl-cu13", "nvidia-nccl-cu12",
-    "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12", "nvshmem4py-cu13", "nvshmem4py-cu12", "flashinfer-python",
+    "moelab",
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+    "nvidia-nvshmem-cu13",
+    "nvidia-nvshmem-cu12",
+    "nvshmem4py-cu13",
+    "nvshmem4py-cu12",
+    "flashinfer-python",
     "sgl-deep-gemm",
 )
-# What can change a number. Records, notebooks and prose cannot, so editing them does not make a measurement dirty.
+# What can change a number. Records, notebooks and prose cannot, so editing them does not make a measurement
+# dirty.
 SOURCES = ("moelab", "kernels", ":(exclude)moelab/data")
 
 log = logging.getLogger(__name__)
@@ -61,10 +74,15 @@ class SmiGPU:
 
 
 def collect(
-    device: str = "auto", *, gpu_count: int | None = None, commit: str | None = None, dirty: bool | None = None
+    device: str = "auto",
+    *,
+    gpu_count: int | None = None,
+    commit: str | None = None,
+    dirty: bool | None = None,
 ) -> Provenance:
-    """`device`: "cuda", "cpu", or "auto" (cuda where nvidia-smi shows a GPU). `gpu_count`: GPUs that take part, by
-    default all visible ones. Raises ProvenanceError when "cuda" is asked for and there is none, or fewer than that."""
+    """`device`: "cuda", "cpu", or "auto" (cuda where nvidia-smi shows a GPU). `gpu_count`: GPUs that take
+    part, by default all visible ones. Raises ProvenanceError when "cuda" is asked for and there is none, or
+    fewer than that."""
     commit, dirty = source_state(commit, dirty)
     versions = library_versions()
     gpus = visible_gpus() if device in ("auto", "cuda") else []
@@ -73,17 +91,27 @@ def collect(
     if device == "cpu" or (device == "auto" and not gpus):
         return Provenance("cpu", 0, "", versions, commit, dirty)
     if not gpus:
-        raise ProvenanceError("device is cuda, but nvidia-smi shows no GPU: run on a GPU host, or with device cpu")
+        raise ProvenanceError(
+            "device is cuda, but nvidia-smi shows no GPU: run on a GPU host, or with device cpu"
+        )
     count = len(gpus) if gpu_count is None else gpu_count
     if not 1 <= count <= len(gpus):
-        raise ProvenanceError(f"gpu_count is {count}, but {len(gpus)} GPUs are visible: 1 to {len(gpus)} is legal")
-    name = " + ".join(dict.fromkeys(gpu.name for gpu in gpus[:count]))  # mixed GPUs are not passed off as one kind
+        raise ProvenanceError(
+            f"gpu_count is {count}, but {len(gpus)} GPUs are visible: 1 to {len(gpus)} is legal"
+        )
+    name = " + ".join(
+        dict.fromkeys(gpu.name for gpu in gpus[:count])
+    )  # mixed GPUs are not passed off as one kind
     return Provenance(name, count, gpus[0].driver, versions, commit, dirty)
 
 
 def visible_gpus() -> list[SmiGPU]:
     """What nvidia-smi lists, cut down by CUDA_VISIBLE_DEVICES; [] without nvidia-smi or a working driver."""
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,uuid,name,memory.total,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         text = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except FileNotFoundError:
@@ -95,8 +123,8 @@ def visible_gpus() -> list[SmiGPU]:
 
 
 def parse_smi(text: str, visible: str | None) -> list[SmiGPU]:
-    """Rows of the query above. `visible` as in CUDA_VISIBLE_DEVICES: indices or UUID prefixes, up to the first that
-    names no GPU; that is CUDA's own rule."""
+    """Rows of the query above. `visible` as in CUDA_VISIBLE_DEVICES: indices or UUID prefixes, up to the
+    first that names no GPU; that is CUDA's own rule."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 4]
     gpus = {
         uuid: SmiGPU(int(index), name, int(mib) * 2**20 if mib.isdigit() else 0, driver)
@@ -146,7 +174,9 @@ def source_state(commit: str | None = None, dirty: bool | None = None) -> tuple[
         commit, dirty = env, flag in ("1", "true") if dirty is None else dirty
     if commit is not None:
         if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
-            raise ProvenanceError(f"commit is {commit!r}; legal: 7 to 40 lower-case hex digits (git rev-parse HEAD)")
+            raise ProvenanceError(
+                f"commit is {commit!r}; legal: 7 to 40 lower-case hex digits (git rev-parse HEAD)"
+            )
         return commit, bool(dirty)
     found = _git_state()
     if found is None:
@@ -162,9 +192,16 @@ def _git_state() -> tuple[str, bool] | None:
     # safe.directory: containers often run as another user than the clone's owner, and reading is harmless.
     git = ["git", "-c", "safe.directory=*", "-C", str(root)]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=30, check=True)
-        status = subprocess.run([*git, "status", "--porcelain", "--", *SOURCES],
-                                capture_output=True, text=True, timeout=30, check=True)
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=30, check=True
+        )
+        status = subprocess.run(
+            [*git, "status", "--porcelain", "--", *SOURCES],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("git does not answer (%s): commit unknown", error)
         return None

@@ -1,6 +1,7 @@
-"""Numbers that others published, as tables with a source in every row. They are not Records: nobody here measured them.
+"""Numbers that others published, a source in every row. They are not Records: nobody here measured them.
 
-Columns, units and licences: `moelab/data/published/README.md`. An empty cell is NaN: not published or not applicable.
+Columns, units and licences: `moelab/data/published/README.md`. An empty cell is NaN: not published or not
+applicable.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Records in JSONL files: append-safe writing, reading that reports damage and goes on, and which record counts.
+"""Records in JSONL files: append-safe writing, reading that reports damage and goes on, and precedence.
 
-Writing. A whole line goes out in one os.write on a descriptor opened with O_APPEND, under flock: two writers never mix,
-and one that is killed leaves at most a last line without its end. The next append sees that the file does not end in a
-newline and puts one first, so the torn line stays alone and its neighbours whole.
+Writing. A whole line goes out in one os.write on a descriptor opened with O_APPEND, under flock: two writers
+never mix, and one that is killed leaves at most a last line without its end. The next append sees that the
+file does not end in a newline and puts one first, so the torn line stays alone and its neighbours whole.
 
-Reading. A line that is no record is kept in `Store.damage` with file, number and reason, and named once in a warning.
+Reading. A line that is no record is kept in `Store.damage` with file, number and reason, and named once in a
+warning.
 
-Which counts. Files are searched in the user's own folder (`--records DIR`, by default ./records), then in the package.
-For one key (`Record.key`) a record of the user's own folder precedes the package's: who measures again wants to see
-that. Within one folder the newest record of a clean commit wins; a dirty one counts only where there is no clean one.
+Which counts. Files are searched in the user's own folder (`--records DIR`, by default ./records), then in the
+package. For one key (`Record.key`) a record of the user's own folder precedes the package's: who measures
+again wants to see that. Within one folder the newest record of a clean commit wins; a dirty one counts only
+where there is no clean one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,29 +85,35 @@ class Store:
         self._warned: set[Damage] = set()
 
     def append(self, record: Record) -> Path:
-        """Add one record to <directory>/<gpu>x<count>/<bench>.jsonl; returns that path. Safe against other writers
-        (processes or threads) and against being killed. Raises StoreError if the line cannot be written whole."""
+        """Add one record to <directory>/<gpu>x<count>/<bench>.jsonl; returns that path. Safe against other
+        writers (processes or threads) and against being killed. Raises StoreError if the line cannot be
+        written whole."""
         path = self.directory / machine(record) / f"{record.bench}.jsonl"
         line = record.to_json().encode("ascii") + b"\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise StoreError(f"cannot write {path}: {error.strerror}; choose another folder with --records") from error
+            raise StoreError(
+                f"cannot write {path}: {error.strerror}; choose another folder with --records"
+            ) from error
         try:
-            with _locked(descriptor, fcntl.LOCK_EX, path):
-                size = os.fstat(descriptor).st_size
-                if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                    line = b"\n" + line
-                try:
-                    written = os.write(descriptor, line)
-                except OSError as error:
-                    raise StoreError(f"cannot write {path}: {error.strerror}") from error
-                if written != len(line):  # a full disk or a quota takes part of it: leave no torn line
-                    os.ftruncate(descriptor, size)
-                    raise StoreError(f"cannot write {path}: only {written} of {len(line)} bytes fit; is the disk full?")
+            _lock(descriptor, fcntl.LOCK_EX, path)
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            written = os.write(descriptor, line)
+            if written != len(line):  # a full disk or a quota takes part of it: leave no torn line
+                os.ftruncate(descriptor, size)
+                raise StoreError(
+                    f"cannot write {path}: only {written} of {len(line)} bytes fit; is the disk full?"
+                )
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"cannot write {path}: {error.strerror}") from error
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # releases the lock
         return path
 
     def entries(self) -> list[Entry]:
@@ -122,7 +129,7 @@ class Store:
         return found
 
     def winners(self) -> list[Entry]:
-        """One entry per key, by the rule of the module's text, sorted by key."""
+        """One entry per key, by the rule of the module's text, sorted by key (numbers by value)."""
         best: dict[tuple, tuple[tuple, Entry]] = {}
         for order, entry in enumerate(self.entries()):
             record = entry.record
@@ -130,17 +137,24 @@ class Store:
             key = record.key()
             if key not in best or rank > best[key][0]:
                 best[key] = (rank, entry)
-        return [best[key][1] for key in sorted(best)]
+        return [best[key][1] for key in sorted(best, key=_natural)]
 
     def records(
-        self, bench: str | None = None, *, backend: str | None = None, metric: str | None = None,
-        gpu: str | None = None, gpu_count: int | None = None, **params: Scalar,
+        self,
+        bench: str | None = None,
+        *,
+        backend: str | None = None,
+        metric: str | None = None,
+        gpu: str | None = None,
+        gpu_count: int | None = None,
+        **params: Scalar,
     ) -> list[Record]:
         """The records that count, cut down to those that match; `params` names settings, e.g. tokens=128."""
         wanted = {"bench": bench, "backend": backend, "metric": metric, "gpu": gpu, "gpu_count": gpu_count}
         wanted = {name: value for name, value in wanted.items() if value is not None}
         return [
-            r for r in (entry.record for entry in self.winners())
+            r
+            for r in (entry.record for entry in self.winners())
             if all(getattr(r, name) == value for name, value in wanted.items())
             and all(name in r.params and r.params[name] == value for name, value in params.items())
         ]
@@ -164,8 +178,8 @@ class Store:
         return pd.DataFrame(rows, columns=[*fixed, *names])
 
     def to_parquet(self, path: str | Path, *, everything: bool = False) -> int:
-        """Write `to_frame` as Parquet; returns the number of rows. A parameter that is a number in one bench and a
-        string in another has one column type only, so such a column is written as JSON text."""
+        """Write `to_frame` as Parquet; returns the number of rows. A parameter that is a number in one bench
+        and a string in another has one column type only, so such a column is written as JSON text."""
         frame = self.to_frame(everything=everything)
         for name in frame.columns:
             kinds = {_arrow_kind(value) for value in frame[name] if not _is_absent(value)}
@@ -189,26 +203,27 @@ class Store:
 
     def _read_lines(self, path: Path) -> list[bytes]:
         try:
-            with open(path, "rb") as file, _locked(file.fileno(), fcntl.LOCK_SH, path):
+            with open(path, "rb") as file:
+                _lock(file.fileno(), fcntl.LOCK_SH, path)
                 return file.read().split(b"\n")
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
 
-@contextmanager
-def _locked(descriptor: int, how: int, path: Path) -> Iterator[None]:
+def _lock(descriptor: int, how: int, path: Path) -> None:
+    """Held until the descriptor is closed."""
     try:
         fcntl.flock(descriptor, how)
     except OSError as error:
-        # Cluster file systems are often mounted without locks. O_APPEND with one write still keeps lines whole on
-        # most of them, so going on beats refusing to record.
+        # Cluster file systems are often mounted without locks. O_APPEND with one write still keeps lines
+        # whole on most of them, so going on beats refusing to record.
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         log.warning("no file lock on %s (%s): let only one process write there", path, error.strerror)
-    try:
-        yield
-    finally:
-        pass  # closing the descriptor, which both callers do next, releases the lock
+
+
+def _natural(key: tuple) -> list:
+    return [[int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", str(part))] for part in key]
 
 
 def _is_absent(value: object) -> bool:
