@@ -188,7 +188,7 @@ _STRUCTURED = {"rope_theta", "rope_scaling", "rope_parameters", "quantization_co
 _NO_EFFECT = {
     "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "dtype", "ep_size",
     "head_dim", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "num_key_value_heads",
-    "num_local_experts", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+    "num_local_experts", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
     "problem_type", "qk_head_dim", "return_dict", "seq_aux", "torch_dtype", "transformers_version", "unsloth_version",
     "use_cache", "_name_or_path",
 }  # fmt: skip
@@ -202,8 +202,8 @@ def _check_names(given, legal: list[str], where: str) -> None:
     for name in given:
         if name not in legal:
             near = difflib.get_close_matches(name, legal, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"{where}: unknown field {name!r}{hint} Legal are: {', '.join(legal)}")
+            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+            raise ConfigError(f"{where}: unknown field {name!r}{hint}; legal are {', '.join(legal)}")
 
 
 def _read_json(path: Path) -> dict:
@@ -225,9 +225,9 @@ def _read_rope(raw: dict) -> RopeConfig:
     if kinds <= {"default"}:
         return RopeConfig(theta=theta)
     _require(
-        kinds == {"yarn"}, f"config.json: RoPE type is {sorted(map(str, kinds))}: accepted are 'default', 'yarn'"
+        kinds == {"yarn"}, f"config.json: rope type is {sorted(map(str, kinds))}: accepted are 'default', 'yarn'"
     )
-    _require("factor" in rope, "config.json: YaRN without a factor; the hub's DeepSeek-V3 has 40")
+    _require("factor" in rope, "config.json: rope type yarn without a factor; the hub's DeepSeek-V3 has 40")
     legal = sorted(f.name for f in dataclasses.fields(RopeConfig) if f.name != "theta")
     if "attention_factor" in rope:
         _require(
@@ -235,12 +235,12 @@ def _read_rope(raw: dict) -> RopeConfig:
             "config.json: attention_factor is set: give mscale and mscale_all_dim instead",
         )
     if rope.pop("truncate", True) is not True:
-        raise ConfigError("config.json: RoPE truncate is false: accepted is true")
-    _check_names(rope, legal, "config.json RoPE")
+        raise ConfigError("config.json: rope truncate is false: accepted is true")
+    _check_names(rope, legal, "config.json rope")
     rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     _require(
         rope["original_max_position_embeddings"] is not None,
-        "config.json: YaRN without original_max_position_embeddings",
+        "config.json: rope type yarn without original_max_position_embeddings",
     )
     return RopeConfig(theta=theta, **{name: value for name, value in rope.items() if value is not None})
 

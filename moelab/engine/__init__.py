@@ -1,0 +1,1 @@
+"""Serving a model step by step: sequences, their paged cache, batches, and the walk through the stages."""

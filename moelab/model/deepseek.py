@@ -1,0 +1,118 @@
+"""One rank's share of a DeepSeek-V3-style model: its heads and experts, everything else whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+
+from moelab.comm import AllToAll, VirtualRanks
+from moelab.comm.tensor_parallel import TensorParallelGroup
+from moelab.config import ModelConfig, ParallelConfig
+from moelab.model.batch import Batch, State
+from moelab.model.layer import DecoderLayer
+from moelab.model.mtp import MTP
+from moelab.model.weights import Checkpoint
+from moelab.ops.norm import rms_norm
+from moelab.ops.rope import cos_sin
+
+PAYLOAD = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+@dataclass
+class DeepSeek:
+    """Embedding, layers, final norm, head, and the MTP layer where the checkpoint has one."""
+
+    config: ModelConfig
+    parallel: ParallelConfig
+    all_to_all: AllToAll
+    embed_w: torch.Tensor
+    layers: list[DecoderLayer]
+    norm_w: torch.Tensor
+    head_w: torch.Tensor
+    mtp: MTP | None
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        parallel: ParallelConfig,
+        max_tokens: int,
+        *,
+        rank: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        group: object | None = None,
+    ) -> DeepSeek:
+        """Load this rank's share. Collective over the default process group where `parallel.ep` > 1.
+
+        `max_tokens` is the most tokens that one DP group may bring to a step, the same on all ranks. `group` is
+        where the experts' exchange happens, as `AllToAll` takes it; by default the default process group, or this
+        process alone.
+        """
+        checkpoint = Checkpoint(folder, dtype, device)
+        config = checkpoint.config
+        parallel.check(config)
+        if group is None:
+            group = dist.group.WORLD if parallel.ep > 1 else VirtualRanks(1).rank(0)
+        all_to_all = AllToAll(
+            parallel,
+            config.n_routed_experts,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            max_tokens,
+            payload=PAYLOAD[dtype],
+            group=group,
+        )
+        tp_group = TensorParallelGroup.create(parallel.dp, parallel.tp, rank)
+        layers = [
+            DecoderLayer.load(checkpoint, layer, parallel, rank, all_to_all, tp_group)
+            for layer in range(config.num_hidden_layers + config.num_nextn_predict_layers)
+        ]
+        mtp = MTP.load(checkpoint, layers.pop()) if config.num_nextn_predict_layers else None
+        return cls(
+            config,
+            parallel,
+            all_to_all,
+            embed_w=checkpoint.tensor("model.embed_tokens.weight"),
+            layers=layers,
+            norm_w=checkpoint.tensor("model.norm.weight"),
+            head_w=checkpoint.tensor("lm_head.weight"),
+            mtp=mtp,
+        )
+
+    @property
+    def dense_layers(self) -> list[DecoderLayer]:
+        return self.layers[: self.config.first_k_dense_replace]
+
+    @property
+    def moe_layers(self) -> list[DecoderLayer]:
+        return self.layers[self.config.first_k_dense_replace :]
+
+    @property
+    def num_caches(self) -> int:
+        """Layers that keep a cache: all, and MTP's as the last."""
+        return len(self.layers) + (self.mtp is not None)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embed_w[tokens]
+
+    def begin(self, batch: Batch, cache: torch.Tensor, residual: torch.Tensor | None = None) -> State:
+        """The state in which a batch enters its first layer: `residual`, or the embeddings of its tokens."""
+        cos, sin = cos_sin(self.config, batch.positions)
+        return State(batch, cache, cos, sin, self.embed(batch.tokens) if residual is None else residual)
+
+    def finish(self, state: State) -> torch.Tensor:
+        """The residual stream after the last layer -> normed hidden states [T, H]."""
+        return rms_norm(state.residual, self.norm_w, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states [N, H] -> float32 [N, vocab]."""
+        return linear(hidden, self.head_w).float()
+
+    def close(self) -> None:
+        """Collective: end the exchange between the ranks. May be called twice."""
+        self.all_to_all.close()

@@ -1,0 +1,1 @@
+"""The operations of a layer, one file each: the contract and its plain-torch reference."""

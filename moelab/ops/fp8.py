@@ -1,0 +1,37 @@
+"""Block-FP8 weights: e4m3 values and one float32 scale for each block of 128 × 128.
+
+DeepSeek's checkpoints name the scale `weight_scale_inv`; it is already the multiplier: w = w8 · scale. Blocks are
+counted with ceil, so a weight of 576 rows has 5 rows of scales, the last for 64 rows (arXiv 2412.19437, section 3.3).
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 128
+E4M3_MAX = 448.0
+
+
+def num_blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def dequantize_block(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight [N, K] float8_e4m3fn, scale [⌈N/128⌉, ⌈K/128⌉] float32 -> [N, K] in `dtype`, multiplied in float32."""
+    rows, cols = weight.shape
+    spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+    return (weight.float() * spread).to(dtype)
+
+
+def quantize_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [N, K] of any float dtype -> (float8_e4m3fn [N, K], float32 [⌈N/128⌉, ⌈K/128⌉]).
+
+    scale = max|w| / 448 over the block; a block of zeros gets the scale of 1e-12 and stays zero.
+    """
+    rows, cols = weight.shape
+    padded = torch.zeros(num_blocks(rows) * BLOCK, num_blocks(cols) * BLOCK, device=weight.device)
+    padded[:rows, :cols] = weight.float()
+    blocks = padded.view(num_blocks(rows), BLOCK, num_blocks(cols), BLOCK)
+    scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / E4M3_MAX
+    quantized = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return quantized.view(padded.shape)[:rows, :cols].contiguous(), scale

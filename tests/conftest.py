@@ -1,0 +1,54 @@
+"""Small checkpoints, made by transformers with fresh random weights, and the oracle to compare with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("moelab", deadline=None, max_examples=50)
+settings.load_profile("moelab")
+
+# Dimensions at which transformers and we can be compared in float32; YaRN is active, groups are limited.
+TINY = dict(
+    vocab_size=320, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
+    first_k_dense_replace=1, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=32,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4,
+    topk_group=2, n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True, rms_norm_eps=1e-6,
+    max_position_embeddings=1024, rope_interleave=True,
+    rope_scaling=dict(
+        type="yarn", rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=128,
+        beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
+    ),
+)  # fmt: skip
+
+
+def make_oracle(seed: int, **changes):
+    """transformers' model on the tiny configuration, float32, norms and biases drawn so that no trap stays hidden."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = DeepseekV3Config(**{**TINY, **changes}, attn_implementation="eager")
+    model = DeepseekV3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                tensor.uniform_(0.7, 1.3)
+            elif "e_score_correction_bias" in name:
+                tensor.uniform_(-0.9, -0.3)  # negative: a mask of zeros would pick dropped groups
+            elif tensor.dim() >= 2:
+                tensor.normal_(std=tensor.shape[-1] ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    return make_oracle(seed=torch.randint(2**31, ()).item())
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(oracle, tmp_path_factory):
+    """The oracle as transformers saves it: the hub's names, float32, no MTP layer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    oracle.save_pretrained(folder)
+    return folder
