@@ -1,0 +1,100 @@
+"""`Backend`: what moves an exchange. `AllToAll` checks the arguments and the order of calls; a backend trusts
+it.
+
+A backend implements the four halves as a whole, from tensors as the caller gives them to tensors as the
+caller gets them. The torch and virtual backends share one implementation over a `Wire` (packed.py); kernels
+that write straight into a peer's memory replace packing, moving and unpacking together.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moelab.comm.packed import PackedBackend
+from moelab.comm.spec import ExchangeSpec
+from moelab.comm.torch_wire import open_torch_wire, unavailable_gloo, unavailable_nccl
+from moelab.comm.virtual import VirtualRank, VirtualWire
+from moelab.config import ConfigError
+
+
+class Exchange(Protocol):
+    """What a backend remembers of one exchange in flight; made by `dispatch_send`, handed to the other
+    halves."""
+
+    all_idle: bool | None  # known once dispatch_recv is through
+    starts: (
+        Tensor | None
+    )  # [L] int32, first row of each expert in the contiguous layout, from dispatch_recv on
+
+
+class Backend(Protocol):
+    """The four halves. Each may raise `ExchangeTimeout`, after which only `close(failed=True)` is called."""
+
+    name: str
+    rank: int
+    device: torch.device
+    reads_values: (
+        bool  # whether ids, counts and scales may be read on the host, so that AllToAll checks their values
+    )
+    sent_bytes: int
+
+    def dispatch_send(
+        self,
+        number: int,
+        slot: int,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        scales: Tensor | None,
+        num_tokens: Tensor | None,
+        has_work: bool,
+    ) -> Exchange: ...
+
+    def dispatch_recv(self, exchange: Exchange) -> tuple[Tensor, Tensor | None, Tensor]: ...
+
+    def combine_send(self, exchange: Exchange, y: Tensor) -> None: ...
+
+    def combine_recv(self, exchange: Exchange, out: Tensor) -> Tensor: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+def open_backend(
+    group: dist.ProcessGroup | VirtualRank | None,
+    spec: ExchangeSpec,
+    device: torch.device | None,
+    timeout_s: float,
+) -> Backend:
+    """The backend that `group` calls for. Collective."""
+    if isinstance(group, VirtualRank):
+        size, device = group.world.size, device or torch.device("cpu")
+    elif group is None or isinstance(group, dist.ProcessGroup):
+        known = group is not None or dist.is_available() and dist.is_initialized()
+        size = dist.get_world_size(group) if known else None
+    else:
+        raise ConfigError(
+            f"group is a {type(group).__name__}: legal are a torch.distributed process group, None for the "
+            "world, and VirtualRanks(ep).rank(i)"
+        )
+    if size is not None and size != spec.parallel.ep:
+        raise ConfigError(
+            f"group has {size} ranks but ep = dp·tp is {spec.parallel.ep}: start that many ranks, or pass "
+            "their sub-group"
+        )
+    if isinstance(group, VirtualRank):
+        return PackedBackend(spec, VirtualWire(group, spec), device, timeout_s)
+    return PackedBackend(spec, *open_torch_wire(group, spec, device, timeout_s), timeout_s)
+
+
+def available() -> dict[str, str]:
+    """{backend: "ok", or why it cannot run and what to do}. Touches no group and starts nothing."""
+    return {
+        "torch-gloo": unavailable_gloo() or "ok",
+        "torch-nccl": unavailable_nccl() or "ok",
+        "virtual": "ok",
+        "nvshmem": "its kernels are not part of this build: use torch-nccl on GPUs, torch-gloo elsewhere",
+    }

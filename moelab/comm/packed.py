@@ -1,0 +1,213 @@
+"""The four halves over any `Wire`: pack the rows of each destination into one message, move them, unpack by
+one sort.
+
+| half          | sends                                             | waits for                                 |
+|---------------|---------------------------------------------------|-------------------------------------------|
+| dispatch_send | counts to every rank, rows to those that get some | nothing; posts the receives of counts     |
+| dispatch_recv | nothing                                           | all counts, then the rows they announce   |
+| combine_send  | a row's output to all TP ranks of its DP group    | nothing; posts the receives of outputs    |
+| combine_recv  | nothing                                           | the outputs; then that our own sends left |
+
+The sizes of outputs are known at both ends since dispatch, so nothing announces them. That combine_recv waits
+for our own sends frees their memory and keeps any rank from running a whole exchange ahead; it cannot
+deadlock, because a send leaves as soon as the peer has made the call that posts the receive, and that call
+never comes after this one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelab.comm.errors import ExchangeTimeout, WireError
+from moelab.comm.layout import empty_rows, empty_scales, segment_starts, write_scales
+from moelab.comm.pack import Placement, Routing, as_bytes, pack_rows, place, route, unpack_rows, weighted_sum
+from moelab.comm.spec import ExchangeSpec
+from moelab.comm.wire import PARTS, Tag, Wire
+
+
+@dataclass
+class PackedExchange:
+    """One exchange in flight, on one rank."""
+
+    number: int
+    slot: int
+    num_tokens: int
+    routing: Routing
+    weights: Tensor  # [n, K], our own copy
+    header: Tensor  # [1 + L] int32 on the host: what we tell ourselves
+    local_rows: Tensor | None  # the message from us to us, which takes no wire
+    placement: Placement | None = None
+    local_outputs: Tensor | None = None
+    all_idle: bool | None = None
+    starts: Tensor | None = None
+
+
+class PackedBackend:
+    """A `Backend` over a wire. Rows and scales live in one buffer per slot, made at the slot's first use."""
+
+    reads_values = True
+
+    def __init__(self, spec: ExchangeSpec, wire: Wire, device: torch.device, timeout_s: float) -> None:
+        self.spec, self.device = spec, device
+        self._wire, self._timeout_s = wire, timeout_s
+        self._buffers: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._others = [rank for rank in range(spec.parallel.ep) if rank != wire.rank]
+
+    @property
+    def name(self) -> str:
+        return self._wire.name
+
+    @property
+    def rank(self) -> int:
+        return self._wire.rank
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._wire.sent_bytes
+
+    def dispatch_send(
+        self,
+        number: int,
+        slot: int,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        scales: Tensor | None,
+        num_tokens: Tensor | None,
+        has_work: bool,
+    ) -> PackedExchange:
+        n = len(x) if num_tokens is None else int(num_tokens)
+        routing = route(topk_ids[:n], self.spec, self.rank)
+        counts = routing.my_counts.cpu()
+        headers = torch.cat([torch.full((len(counts), 1), int(has_work)), counts], 1).to(torch.int32)
+        tokens = routing.my_token.split(counts.sum(1).tolist())
+        rows = {peer: pack_rows(x, scales, t) for peer, t in enumerate(tokens) if len(t)}
+        exchange = PackedExchange(
+            number, slot, n, routing, topk_weights[:n].clone(), headers[self.rank], rows.pop(self.rank, None)
+        )
+        tag = Tag(number, "counts")
+        on_device = headers.to(self.device).view(torch.uint8)
+        self._send("dispatch_send", tag, {peer: on_device[peer] for peer in self._others})
+        self._post("dispatch_send", tag, dict.fromkeys(self._others, self.spec.header_bytes))
+        self._send("dispatch_send", Tag(number, "rows"), rows)
+        return exchange
+
+    def dispatch_recv(self, exchange: PackedExchange) -> tuple[Tensor, Tensor | None, Tensor]:
+        spec, half, deadline = self.spec, "dispatch_recv", self._deadline()
+        headers = self._wait(half, Tag(exchange.number, "counts"), deadline)
+        table = [
+            headers[r].cpu().view(torch.int32) if r in headers else exchange.header
+            for r in range(spec.parallel.ep)
+        ]
+        table = torch.stack(table)
+        exchange.all_idle = not table[:, 0].any().item()
+        counts = table[:, 1:].long()
+        total = counts.sum(0)
+
+        tag = Tag(exchange.number, "rows")
+        sizes = {peer: n * spec.wire_row_bytes for peer, n in enumerate(counts.sum(1).tolist()) if n}
+        sizes.pop(self.rank, None)
+        self._post(half, tag, sizes)
+        messages = self._wait(half, tag, deadline)
+        if exchange.local_rows is not None:
+            messages[self.rank] = exchange.local_rows
+
+        rows, row_scales = self._slot(exchange.slot)
+        if spec.layout == "contiguous_128":
+            exchange.starts = segment_starts(total).to(self.device)
+            starts = exchange.starts.long()
+        else:
+            starts = torch.arange(spec.local_experts, device=self.device) * spec.expert_rows
+        arrived = [unpack_rows(messages[source], spec) for source in sorted(messages)]
+        tokens = (
+            torch.cat([a[0] for a in arrived])
+            if arrived
+            else torch.empty(0, dtype=torch.int32, device=self.device)
+        )
+        exchange.placement = place(tokens, counts.to(self.device), starts, spec)
+        flat, first = as_bytes(rows.view(-1, spec.hidden)), 0
+        for token, scales, values in arrived:
+            where = exchange.placement.where[first : first + len(token)]
+            flat[where] = values
+            if row_scales is not None:
+                write_scales(row_scales, where, scales, spec)
+            first += len(token)
+        exchange.local_rows = None
+        return rows, row_scales, total.to(torch.int32).to(self.device)
+
+    def combine_send(self, exchange: PackedExchange, y: Tensor) -> None:
+        spec, tag = self.spec, Tag(exchange.number, "outputs")
+        flat = y.reshape(-1, spec.hidden)
+        messages = {}
+        for group, rows in enumerate(exchange.placement.by_group):
+            if len(rows):
+                message = as_bytes(flat[rows]).flatten()
+                messages |= dict.fromkeys(spec.parallel.group_ranks(group), message)
+        exchange.local_outputs = messages.pop(self.rank, None)
+        sizes = {
+            r: n * spec.output_row_bytes for r, n in enumerate(exchange.routing.rows_per_rank.tolist()) if n
+        }
+        sizes.pop(self.rank, None)
+        self._send("combine_send", tag, messages)
+        self._post("combine_send", tag, sizes)
+
+    def combine_recv(self, exchange: PackedExchange, out: Tensor) -> Tensor:
+        half, deadline = "combine_recv", self._deadline()
+        messages = self._wait(half, Tag(exchange.number, "outputs"), deadline)
+        if exchange.local_outputs is not None:
+            messages[self.rank] = exchange.local_outputs
+        parts = [messages[source] for source in sorted(messages)]
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+        results = flat.view(self.spec.output_dtype).view(-1, self.spec.hidden)
+        weighted_sum(results, exchange.routing.row_of, exchange.weights, out[: exchange.num_tokens])
+        for part in PARTS:
+            with self._errors(half, f"it to take our {part} of exchange {exchange.number}"):
+                self._wire.drain(Tag(exchange.number, part), deadline)
+        return out
+
+    def close(self, failed: bool) -> None:
+        self._wire.close(failed)
+        self._buffers.clear()
+
+    def _slot(self, slot: int) -> tuple[Tensor, Tensor | None]:
+        if slot not in self._buffers:
+            self._buffers[slot] = empty_rows(self.spec, self.device), empty_scales(self.spec, self.device)
+        return self._buffers[slot]
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def _send(self, half: str, tag: Tag, messages: dict[int, Tensor]) -> None:
+        with self._errors(half, f"a connection for {tag.part} of exchange {tag.exchange}"):
+            self._wire.send(tag, messages)
+
+    def _post(self, half: str, tag: Tag, sizes: dict[int, int]) -> None:
+        with self._errors(half, f"a connection for {tag.part} of exchange {tag.exchange}"):
+            self._wire.post(tag, sizes)
+
+    def _wait(self, half: str, tag: Tag, deadline: float) -> dict[int, Tensor]:
+        with self._errors(half, f"{tag.part} of exchange {tag.exchange}"):
+            return self._wire.wait(tag, deadline)
+
+    def _errors(self, half: str, expected: str) -> _Naming:
+        return _Naming(self.rank, half, expected)
+
+
+@dataclass
+class _Naming:
+    """Turns the wire's error into one that names rank, half and what was awaited."""
+
+    rank: int
+    half: str
+    expected: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, WireError):
+            raise ExchangeTimeout(self.rank, error.peer, self.half, self.expected, error.seen) from error
