@@ -44,6 +44,7 @@ from torch import Tensor
 
 from moelab.comm.backend import Backend, Exchange, available, open_backend
 from moelab.comm.checks import check_dispatch, check_out, check_y
+from moelab.comm.dense import Dense
 from moelab.comm.errors import CommError, ExchangeTimeout, WireError
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.virtual import VirtualRank
@@ -97,8 +98,8 @@ class AllToAll:
       expert starts at a multiple of 128 (`handle.starts`, `layout.grouped_layout(counts, capacity)`).
     - `scales`: format of the received scales, see `layout`: "row", "column_tma", "ue8m0".
     - `group`: a torch.distributed process group (NCCL on GPUs, else gloo; gloo with `device="cuda"` is staged
-      through the host), None for the world, or `VirtualRanks(ep).rank(i)`. The caller's group is never used
-      to send.
+      through the host), None for the world, or `VirtualRanks(ep).rank(i)`. The caller's group itself
+      is never used to send, except by `Dense` (dense.py), the all_to_all_single to compare with.
     - `device`: where all tensors live; by default the current GPU with NCCL, else the CPU.
     - `timeout_s`: limit of each half's waits and of the construction.
 
@@ -116,7 +117,7 @@ class AllToAll:
         slots: int = 2,
         layout: str = "expert_padded",
         scales: str = "row",
-        group: dist.ProcessGroup | VirtualRank | None = None,
+        group: dist.ProcessGroup | Dense | VirtualRank | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
@@ -286,5 +287,7 @@ class AllToAll:
             raise
 
 
-def _rank(group: dist.ProcessGroup | VirtualRank | None) -> int:
-    return group.index if isinstance(group, VirtualRank) else dist.get_rank(group)
+def _rank(group: dist.ProcessGroup | Dense | VirtualRank | None) -> int:
+    if isinstance(group, VirtualRank):
+        return group.index
+    return dist.get_rank(group.group if isinstance(group, Dense) else group)

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelab.comm.dense import Dense, DenseWire
+from moelab.comm.errors import CommError
 from moelab.comm.packed import PackedBackend
 from moelab.comm.spec import ExchangeSpec
-from moelab.comm.torch_wire import open_torch_wire, unavailable_gloo, unavailable_nccl
+from moelab.comm.torch_wire import GlooWire, NcclWire, unavailable_gloo, unavailable_nccl
 from moelab.comm.virtual import VirtualRank, VirtualWire
 from moelab.config import ConfigError
 
@@ -64,30 +66,50 @@ class Backend(Protocol):
 
 
 def open_backend(
-    group: dist.ProcessGroup | VirtualRank | None,
+    group: dist.ProcessGroup | Dense | VirtualRank | None,
     spec: ExchangeSpec,
     device: torch.device | None,
     timeout_s: float,
 ) -> Backend:
-    """The backend that `group` calls for. Collective."""
+    """The backend that `group` calls for. Collective. Raises `CommError` with the reason if it cannot run."""
     if isinstance(group, VirtualRank):
-        size, device = group.world.size, device or torch.device("cpu")
-    elif group is None or isinstance(group, dist.ProcessGroup):
-        known = group is not None or dist.is_available() and dist.is_initialized()
-        size = dist.get_world_size(group) if known else None
-    else:
+        _check_size(group.world.size, spec)
+        return PackedBackend(spec, VirtualWire(group, spec), device or torch.device("cpu"), timeout_s)
+    processes = group.group if isinstance(group, Dense) else group
+    if processes is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise CommError(
+                f"group is None but torch.distributed is not initialised "
+                f"({unavailable_gloo() or 'it can be'}): call init_process_group first, or pass "
+                "VirtualRanks(ep).rank(i)"
+            )
+        processes = dist.group.WORLD
+    if not isinstance(processes, dist.ProcessGroup):
         raise ConfigError(
             f"group is a {type(group).__name__}: legal are a torch.distributed process group, None for the "
             "world, and VirtualRanks(ep).rank(i)"
         )
-    if size is not None and size != spec.parallel.ep:
+    _check_size(processes.size(), spec)
+    backends = str(dist.get_backend_config(processes))
+    if device is None:
+        # A group made for both serves the CPU unless a device is asked for, as several ranks may share a GPU.
+        on_gpu = "nccl" in backends and "gloo" not in backends
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if isinstance(group, Dense):
+        wire = DenseWire(processes, group.padded, spec, device, timeout_s)
+    elif device.type == "cuda" and "nccl" in backends:
+        wire = NcclWire(processes, spec, device, timeout_s)
+    else:
+        wire = GlooWire(processes, spec, device, timeout_s)
+    return PackedBackend(spec, wire, device, timeout_s)
+
+
+def _check_size(size: int, spec: ExchangeSpec) -> None:
+    if size != spec.parallel.ep:
         raise ConfigError(
             f"group has {size} ranks but ep = dp·tp is {spec.parallel.ep}: start that many ranks, or pass "
             "their sub-group"
         )
-    if isinstance(group, VirtualRank):
-        return PackedBackend(spec, VirtualWire(group, spec), device, timeout_s)
-    return PackedBackend(spec, *open_torch_wire(group, spec, device, timeout_s), timeout_s)
 
 
 def available() -> dict[str, str]:

@@ -102,8 +102,8 @@ def _check_values(
         if bad.any():
             token, block = bad.nonzero()[0].tolist()
             raise InputError(
-                f"scales[{token}, {block}] is {float(scales[token, block])!r}: UE8M0 holds only powers of two "
-                "from 2^-126 to 2^127; quantise with such scales, or construct with scales='column_tma'"
+                f"scales[{token}, {block}] is {float(scales[token, block])!r}: UE8M0 holds only powers of "
+                "two from 2^-126 to 2^127; quantise with such scales, or construct with scales='column_tma'"
             )
 
 

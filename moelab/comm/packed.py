@@ -1,12 +1,12 @@
 """The four halves over any `Wire`: pack the rows of each destination into one message, move them, unpack by
 one sort.
 
-| half          | sends                                             | waits for                                 |
-|---------------|---------------------------------------------------|-------------------------------------------|
-| dispatch_send | counts to every rank, rows to those that get some | nothing; posts the receives of counts     |
-| dispatch_recv | nothing                                           | all counts, then the rows they announce   |
-| combine_send  | a row's output to all TP ranks of its DP group    | nothing; posts the receives of outputs    |
-| combine_recv  | nothing                                           | the outputs; then that our own sends left |
+| half          | sends                                          | waits for                                 |
+|---------------|------------------------------------------------|-------------------------------------------|
+| dispatch_send | counts to every rank; to some, rows            | nothing; posts the receives of counts     |
+| dispatch_recv | nothing                                        | all counts, then the rows they announce   |
+| combine_send  | a row's output to all TP ranks of its DP group | nothing; posts the receives of outputs    |
+| combine_recv  | nothing                                        | the outputs; then that our own sends left |
 
 The sizes of outputs are known at both ends since dispatch, so nothing announces them. That combine_recv waits
 for our own sends frees their memory and keeps any rank from running a whole exchange ahead; it cannot

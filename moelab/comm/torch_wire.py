@@ -31,14 +31,14 @@ from moelab.comm.wire import Tag
 _NEVER = timedelta(days=7)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The first sentence of a transport's message, without its source position."""
     text = str(error).splitlines()[0]
     return text.rpartition("] ")[2].partition(". This is")[0] if text.startswith("[") else text
 
 
-def _seconds_until(deadline: float) -> timedelta:
-    # gloo reads 0 as "no limit".
+def seconds_until(deadline: float) -> timedelta:
+    """What is left until `deadline` (monotonic). Never 0, which gloo reads as "no limit"."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
@@ -57,9 +57,9 @@ def agree(group: dist.ProcessGroup, spec: ExchangeSpec, timeout_s: float) -> dis
     store.set(f"spec/{rank}", spec.to_json())
     for peer in range(size):
         try:
-            store.wait([f"spec/{peer}"], _seconds_until(deadline))
+            store.wait([f"spec/{peer}"], seconds_until(deadline))
         except RuntimeError as error:  # DistStoreError of a lost store, or its timeout
-            raise WireError(peer, f"no construction within {timeout_s:g} s ({_reason(error)})") from error
+            raise WireError(peer, f"no construction within {timeout_s:g} s ({reason_of(error)})") from error
         spec.check_same(rank, peer, store.get(f"spec/{peer}").decode())
     return store
 
@@ -79,7 +79,7 @@ class GlooWire:
         try:
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise WireError(tuple(p for p in range(self.size) if p != self.rank), _reason(error)) from error
+            raise WireError(tuple(p for p in range(self.size) if p != self.rank), reason_of(error)) from error
         self._sending: dict[Tag, list[tuple[int, dist.Work, Tensor]]] = {}
         self._coming: dict[Tag, list[tuple[int, dist.Work, Tensor]]] = {}
 
@@ -91,7 +91,7 @@ class GlooWire:
             try:
                 works.append((peer, self._group.send([message], peer, tag.number), message))
             except RuntimeError as error:
-                raise WireError(peer, _reason(error)) from error
+                raise WireError(peer, reason_of(error)) from error
             self.sent_bytes += message.numel()
 
     def post(self, tag: Tag, sizes: dict[int, int]) -> None:
@@ -101,7 +101,7 @@ class GlooWire:
             try:
                 works.append((peer, self._group.recv([message], peer, tag.number), message))
             except RuntimeError as error:
-                raise WireError(peer, _reason(error)) from error
+                raise WireError(peer, reason_of(error)) from error
 
     def wait(self, tag: Tag, deadline: float) -> dict[int, Tensor]:
         self._finish(self._coming[tag], deadline)
@@ -115,9 +115,9 @@ class GlooWire:
     def _finish(works: list[tuple[int, dist.Work, Tensor]], deadline: float) -> None:
         for peer, work, _ in works:
             try:
-                work.wait(_seconds_until(deadline))
+                work.wait(seconds_until(deadline))
             except RuntimeError as error:
-                raise WireError(peer, _reason(error)) from error
+                raise WireError(peer, reason_of(error)) from error
 
     def close(self, failed: bool) -> None:
         # Dropping the group closes its connections, which is what tells the peers after a failure.
@@ -136,8 +136,8 @@ class NcclWire:
     ) -> None:
         if group.size() != dist.get_world_size():
             raise CommError(
-                f"group has {group.size()} of {dist.get_world_size()} ranks: over NCCL an exchange needs all; "
-                "leave group=None, or start as many ranks as the exchange has"
+                f"group has {group.size()} of {dist.get_world_size()} ranks: over NCCL all are "
+                "needed; leave group=None, or start as many ranks as the exchange has"
             )
         self.rank, self.size = group.rank(), group.size()
         self.sent_bytes = 0
@@ -213,27 +213,3 @@ def unavailable_nccl() -> str | None:
     if not dist.is_available() or not dist.is_nccl_available():
         return "this torch was built without NCCL: install a CUDA wheel of torch"
     return None if torch.cuda.is_available() else "no CUDA GPU is visible to torch"
-
-
-def open_torch_wire(
-    group: dist.ProcessGroup | None, spec: ExchangeSpec, device: torch.device | None, timeout_s: float
-) -> tuple[GlooWire | NcclWire, torch.device]:
-    """NCCL if the group has it and the device is (or may be) a GPU, else gloo. The wire, and the device of
-    its tensors."""
-    reason = unavailable_gloo()
-    if reason:
-        raise CommError(f"torch backend: {reason}")
-    if group is None:
-        if not dist.is_initialized():
-            raise CommError(
-                "group is None but torch.distributed is not initialised: call init_process_group first, "
-                "or pass VirtualRanks(ep).rank(i)"
-            )
-        group = dist.group.WORLD
-    backends = str(dist.get_backend_config(group))
-    if device is None:
-        on_gpu = "nccl" in backends and "gloo" not in backends
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    nccl = device.type == "cuda" and "nccl" in backends
-    wire = (NcclWire if nccl else GlooWire)(group, spec, device, timeout_s)
-    return wire, device
