@@ -274,6 +274,11 @@ class Layer(nn.Module):
         return x + F.dropout(y, dropout, self.training), load
 
 
+def run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, dropout: float):
+    """`layer(...)` as a plain function: compiled, it is compiled once for all layers of a kind, and not for each one."""
+    return layer(x, cos, sin, dtype, dropout)
+
+
 class MTP(nn.Module):
     """The multi-token-prediction layer: from h_i and the embedding of t_{i+1}, the state that predicts t_{i+2}."""
 
@@ -285,13 +290,9 @@ class MTP(nn.Module):
         self.layer = Layer(c, c.num_hidden_layers)
         self.shared_head_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(
-        self, h: Tensor, following: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, dropout: float
-    ) -> tuple[Tensor, Tensor]:
-        """h [B, S, H] after model.norm, following [B, S, H] embeddings of t_{i+1} -> (u [B, S, H], load [E])."""
-        z = self.eh_proj(torch.cat((self.enorm(following, dtype), self.hnorm(h, dtype)), dim=-1)).float()
-        z, load = self.layer(z, cos, sin, dtype, dropout)
-        return self.shared_head_norm(z), load
+    def join(self, h: Tensor, following: Tensor, dtype: torch.dtype) -> Tensor:
+        """h [B, S, H] after model.norm, following [B, S, H] embeddings of t_{i+1} -> the layer's input [B, S, H] fp32."""
+        return self.eh_proj(torch.cat((self.enorm(following, dtype), self.hnorm(h, dtype)), dim=-1)).float()
 
 
 class TinySeek(nn.Module):
@@ -300,6 +301,7 @@ class TinySeek(nn.Module):
     def __init__(self, c: Config, dtype: torch.dtype = torch.float32, dropout: float = 0.0):
         super().__init__()
         self.c, self.dtype, self.dropout = c, dtype, dropout
+        self.compiled = run_layer  # what training runs its layers with
         self.embed_tokens = Weight(c.vocab_size, c.hidden_size, fp8=False)
         self.layers = nn.ModuleList(Layer(c, i) for i in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -332,21 +334,24 @@ class TinySeek(nn.Module):
         for m in self.fp8_weights():
             m.delta.copy_(dequantise_blocks(*quantise_blocks(m.weight)) - m.weight)
 
+    def _layer(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        run = self.compiled if self.training else run_layer
+        return run(layer, x, self.cos[: x.shape[1]], self.sin[: x.shape[1]], self.dtype, self.dropout)
+
     def trunk(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """tokens [B, S] -> (h [B, S, H] after model.norm, loads of the MoE layers)."""
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = F.dropout(F.embedding(tokens, self.embed_tokens.weight), self.dropout, self.training)
         loads = []
         for layer in self.layers:
-            x, load = layer(x, cos, sin, self.dtype, self.dropout)
+            x, load = self._layer(layer, x)
             loads += [load] if load is not None else []
         return self.norm(x), loads
 
     def draft(self, h: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         """h [B, S, H] and the tokens t_{i+1} [B, S] -> (u [B, S, H], load)."""
-        cos, sin = self.cos[: h.shape[1]], self.sin[: h.shape[1]]
         embedded = F.embedding(following, self.embed_tokens.weight)
-        return self.mtp(h, embedded, cos, sin, self.dtype, self.dropout)
+        z, load = self._layer(self.mtp.layer, self.mtp.join(h, embedded, self.dtype))
+        return self.mtp.shared_head_norm(z), load
 
     def head(self, h: Tensor) -> Tensor:
         """Logits fp32 [..., V]."""

@@ -29,7 +29,7 @@ import checkpoint
 import corpus
 import evaluate
 import torch
-from model import SMOKE, Config, TinySeek
+from model import SMOKE, Config, TinySeek, run_layer
 from optim import Optimiser
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -155,7 +155,8 @@ def train(args: argparse.Namespace, data: corpus.Corpus) -> tuple[TinySeek, dict
     model = TinySeek(c, dtype, args.dropout).to(device).train()
     gates = model.gates()
     optimiser = Optimiser(model, args.optimizer, args.weight_decay)
-    forward = model if args.no_compile else torch.compile(model, dynamic=False)
+    if not args.no_compile:
+        model.compiled = torch.compile(run_layer, dynamic=False, fullgraph=True)
     chunks = Chunks(data["train"], c, args.batch, args.sequence, args.seed, device)
     params = list(model.parameters())
     quick = {part: {k: v[:512] for k, v in data[part].items()} if args.smoke else data[part] for part in corpus.SPLITS}
@@ -178,7 +179,7 @@ def train(args: argparse.Namespace, data: corpus.Corpus) -> tuple[TinySeek, dict
             fp8 = step >= (1 - args.fp8) * budget.steps
             if fp8:
                 model.refresh_fp8()
-            main, mtp, load = forward(chunks.next())
+            main, mtp, load = model(chunks.next())
             weight = args.mtp_weight[0] if share == 1.0 or step < args.warmup else args.mtp_weight[1]
             (main + weight * mtp).backward()
             torch.nn.utils.clip_grad_norm_(params, 1.0)
