@@ -1,0 +1,306 @@
+"""The command `moelab VERB`.
+
+Results go to standard output, everything else (progress, warnings, errors) to standard error. Exit status: 0
+done, 1 failed, 2 wrong usage. An error is one line; `--debug`, anywhere on the line, shows the traceback
+instead.
+
+A verb is one function here; its body imports what it needs, so `moelab --help` loads neither torch nor
+pandas.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import __version__
+from .config import MoelabError
+
+HELP = "Measure, model and verify the deployment of DeepSeek-style Mixture-of-Experts models."
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+records_app = typer.Typer(help="Look at measurements, your own and the package's.", no_args_is_help=True)
+app.add_typer(records_app, name="records")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
+Records = Annotated[
+    Path | None,
+    typer.Option(
+        "--records", metavar="DIR", help="Folder of your own records, searched first. [default: ./records]"
+    ),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script. Ends by SystemExit, as a command does."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = _join_parameters([x for x in arguments if x != "--debug"])
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.addLevelName(logging.WARNING, "warning")
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it logs it also raises
+    try:
+        raise SystemExit(app(args=arguments, prog_name="moelab", standalone_mode=False) or 0)
+    except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a verb is missing: its text is the whole help
+            print(error.format_message(), file=sys.stderr)
+            raise SystemExit(2) from None
+        if debug:
+            raise
+        sys.stdout.flush()
+        message, status = _one_line(error)
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(status) from None
+
+
+def _one_line(error: Exception) -> tuple[str, int]:
+    """(message, exit status). Typer's own exceptions are known by what they carry: it keeps its classes
+    private."""
+    if type(error).__name__ == "Abort":  # Ctrl-C
+        return "interrupted", 130
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        context = getattr(error, "ctx", None)
+        message = " ".join(error.format_message().split())
+        return f"{message} (see {context.command_path if context else 'moelab'} --help)", error.exit_code
+    message = " ".join(str(error).split())
+    if isinstance(error, MoelabError):
+        return message, 1
+    return f"{type(error).__name__}: {message} (moelab did not expect this; --debug shows where)", 1
+
+
+def _join_parameters(arguments: list[str]) -> list[str]:
+    """`-p NAME VALUE` as `-p NAME=VALUE`: typer has no repeatable option of two values. A value may begin
+    with "-"."""
+    joined: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        joined.append(argument)
+        if argument in ("-p", "--parameter") and joined[0] == "run":
+            name = next(rest, None)
+            value = next(rest, None) if name is not None and "=" not in name else None
+            joined += [x for x in (name if value is None else f"{name}={value}",) if x is not None]
+    return joined
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"moelab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")] = False,
+) -> None:
+    pass  # `main` has taken --debug off the line already; it stands here for --help
+
+
+@app.command()
+def doctor(as_json: AsJson = False, records: Records = None) -> None:
+    """Say what works on this machine, and how to fix the rest.
+
+    Looks at GPUs and their links, CUDA, optional libraries, communication backends and data. Always exits 0:
+    a missing part is a finding, not a failure.
+    """
+    from . import doctor as module
+
+    if as_json:
+        checks = module.collect(records)
+        print(json.dumps(module.as_dict(checks), indent=2))
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("looking around (imports take a few seconds)"):
+        checks = module.collect(records)
+    Console(width=None if sys.stdout.isatty() else 120).print(module.as_table(checks))
+
+
+@app.command("run")
+def run_notebook(
+    notebook: Annotated[
+        str, typer.Argument(metavar="NOTEBOOK", help="A name such as 01_parallelism, or a path.")
+    ],
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-p", "--parameter", metavar="NAME VALUE", help="Set a parameter (or NAME=VALUE); repeatable."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the results go.")] = Path("out"),
+) -> None:
+    """Run a notebook with strict parameters.
+
+    Prints the paths of the executed notebook and of its HTML. An unknown parameter, or a value of another
+    type than the default's, is an error before anything runs.
+    """
+    from . import notebook as module
+
+    given: dict[str, str] = {}
+    for text in parameter or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{text!r} has no value; write -p {text} VALUE", param_hint="-p")
+        if name in given:
+            raise typer.BadParameter(
+                f"{name!r} is given twice: {given[name]!r} and {value!r}", param_hint="-p"
+            )
+        given[name] = value
+    done = module.run(notebook, given, out)
+    print(done.ipynb)
+    print(done.html)
+
+
+@app.command()
+def tour(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the report goes.")] = Path(
+        "report"
+    ),
+) -> None:
+    """Run all notebooks and make a gallery of them.
+
+    Prints the path of its index.html. A notebook that fails does not stop the others; the exit status is then
+    1.
+    """
+    from . import notebook as module
+
+    print(module.tour(out))
+
+
+@records_app.command("list")
+def records_list(
+    as_json: AsJson = False,
+    records: Records = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also those that a newer or clean record outdoes.")
+    ] = False,
+) -> None:
+    """List the records that count.
+
+    For one setting on one kind of machine that is the newest record of a clean commit, your own before the
+    package's.
+    """
+    entries = _entries(records, everything)
+    if as_json:
+        print(json.dumps([_entry_as_dict(e) for e in entries], indent=2))
+        return
+    if not entries:
+        print("no records; a benchmark writes them to ./records (or --records DIR)", file=sys.stderr)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("#", "bench", "backend", "params", "metric"):
+        table.add_column(column, overflow="fold")
+    table.add_column("p50", justify="right")
+    table.add_column("p20–p80", justify="right")
+    for column in ("unit", "machine", "commit", "day"):
+        table.add_column(column, overflow="fold")
+    for number, entry in enumerate(entries, start=1):
+        r = entry.record
+        params = " ".join(f"{name}={value}" for name, value in r.params.items())
+        where = "CPU" if r.gpu == "cpu" else f"{r.gpu_count} × {r.gpu}"
+        commit = r.commit[:7] + (" (dirty)" if r.dirty else "")
+        table.add_row(
+            str(number),
+            r.bench,
+            r.backend,
+            params,
+            r.metric,
+            f"{r.p50:.5g}",
+            f"{r.p20:.5g}–{r.p80:.5g}",
+            r.unit,
+            where,
+            commit,
+            r.time[:10],
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@records_app.command("show")
+def records_show(
+    which: Annotated[
+        str, typer.Argument(metavar="BENCH|NUMBER", help="A bench, or a number of `records list`.")
+    ],
+    as_json: AsJson = False,
+    records: Records = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Number and match as `records list --all` does.")
+    ] = False,
+) -> None:
+    """Show records in full, with file and line."""
+    from .results import StoreError
+
+    entries = _entries(records, everything)
+    if which.isdecimal():
+        if not 1 <= int(which) <= len(entries):
+            raise StoreError(
+                f"no record number {which}; there are {len(entries)} (see `moelab records list`)"
+            )
+        chosen = [entries[int(which) - 1]]
+    else:
+        chosen = [e for e in entries if e.record.bench == which]
+        if not chosen:
+            benches = ", ".join(sorted({e.record.bench for e in entries})) or "none"
+            raise StoreError(f"no records of bench {which!r}; there are: {benches}")
+    if as_json:
+        print(json.dumps([_entry_as_dict(e) for e in chosen], indent=2))
+        return
+    for entry in chosen:
+        fields = _entry_as_dict(entry)
+        width = max(len(name) for name in fields)
+        for name, value in fields.items():
+            shown = " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value
+            print(f"{name:<{width}}  {shown}")
+        print()
+
+
+@records_app.command("export")
+def records_export(
+    file: Annotated[Path, typer.Argument(metavar="FILE.parquet", help="The file to write.")],
+    records: Records = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also those that a newer or clean record outdoes.")
+    ] = False,
+) -> None:
+    """Write records as a Parquet table; prints its path."""
+    if file.suffix != ".parquet":
+        raise typer.BadParameter(f"{file} does not end in .parquet", param_hint="FILE.parquet")
+    count = _store(records).to_parquet(file, everything=everything)
+    print(f"{count} record{'s' * (count != 1)}", file=sys.stderr)
+    print(file)
+
+
+def _store(records: Path | None):
+    from .results import Store, StoreError
+
+    if records is not None and not records.is_dir():
+        raise StoreError(f"no folder {records}: --records names one that holds records")
+    return Store(records)
+
+
+def _entries(records: Path | None, everything: bool) -> list:
+    store = _store(records)
+    return store.entries() if everything else store.winners()
+
+
+def _entry_as_dict(entry) -> dict[str, Any]:
+    return entry.record.to_dict() | {"file": str(entry.path), "line": entry.line, "own": entry.own}

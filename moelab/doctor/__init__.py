@@ -1,0 +1,42 @@
+"""What works on this machine, what does not, why, and what to do about it.
+
+Each part is one `Check`. Nothing here fails: a part that is missing is a finding, with the reason as the
+library gave it. Whatever imports a library for GPUs or asks the driver does so in a child with a time limit,
+for NVSHMEM exits the process when its initialisation fails, and a broken driver may hang; this process never
+imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .check import Check
+from .table import as_table
+
+__all__ = ["Check", "as_dict", "as_table", "collect"]
+
+
+def collect(records: str | Path | None = None) -> list[Check]:
+    """Every check, in the report's order; takes as long as importing torch. `records`: as `--records`."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from . import gpus, libraries, machine
+
+    with ThreadPoolExecutor(3) as pool:  # most of the time goes into waiting for children
+        gpu = pool.submit(gpus.checks)
+        library = pool.submit(libraries.checks)
+        backend = pool.submit(libraries.backend_checks)
+        found = [*machine.system_checks(), *gpu.result()]
+        has_gpu = any(c.name.startswith("GPU ") for c in gpu.result())
+        found += [*library.result(), *backend.result()]
+    return [*found, *machine.host_checks(has_gpu), *machine.data_checks(records)]
+
+
+def as_dict(checks: list[Check]) -> dict[str, Any]:
+    """The report for machines: {"moelab": version, "summary": {status: count}, "checks": [...]}."""
+    from .. import __version__
+    from .table import count
+
+    return {"moelab": __version__, "summary": count(checks), "checks": [asdict(c) for c in checks]}

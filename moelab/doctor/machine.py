@@ -1,0 +1,179 @@
+"""Interpreter, operating system, limits and devices that matter between GPUs, and the data at hand."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from .check import MISSING, OK, WARN, Check
+
+# NVLink multicast stays off: a program that uses it can put GPUs that others share out of service.
+MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+RDMA_LIBRARIES = ("libibverbs", "libmlx5", "libfabric", "libgdrapi")
+PYTHONS = ((3, 11), (3, 14))
+
+
+def system_checks() -> Iterator[Check]:
+    from ..results.provenance import cpu_name, library_versions, source_state
+
+    good = PYTHONS[0] <= sys.version_info[:2] < PYTHONS[1]
+    yield Check(
+        "System",
+        "Python",
+        OK if good else WARN,
+        f"{platform.python_version()} at {sys.executable}",
+        "" if good else "moelab is tested on Python 3.11 to 3.13",
+    )
+    linux = sys.platform == "linux"
+    yield Check(
+        "System",
+        "OS",
+        OK if linux else WARN,
+        platform.platform(),
+        "" if linux else "GPU work needs Linux; the rest may work",
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Check("System", "CPU", OK, f"{cores} core{'s' * (cores != 1)}, {cpu_name()}")
+    yield Check("System", "memory", OK, _memory())
+    commit, dirty = source_state()
+    version = library_versions()["moelab"]
+    if not dirty:
+        yield Check("System", "moelab", OK, f"{version}, commit {commit[:12]}")
+    elif commit == "unknown":
+        yield Check(
+            "System",
+            "moelab",
+            WARN,
+            f"{version}, commit unknown (no git)",
+            "records made now count as dirty; set MOELAB_COMMIT to the commit it was made from",
+        )
+    else:
+        yield Check(
+            "System",
+            "moelab",
+            WARN,
+            f"{version}, commit {commit[:12]} with changes",
+            "records made now count as dirty; commit first if they are to be kept",
+        )
+
+
+def host_checks(has_gpu: bool) -> Iterator[Check]:
+    """What lies around the GPUs. Without one, nothing here is a warning."""
+    wrong = [f"{name}={value}" for name, value in MULTICAST.items() if os.environ.get(name) != value]
+    bad = WARN if has_gpu else MISSING
+    yield Check(
+        "Host",
+        "multicast off",
+        OK if not wrong else bad,
+        "NVLink multicast is switched off in all three libraries"
+        if not wrong
+        else f"not set: {' '.join(wrong)}" + ("" if has_gpu else " (matters with GPUs only)"),
+        f"export {' '.join(wrong)} where GPUs are shared" if wrong and has_gpu else "",
+    )
+    if os.path.isdir("/dev/shm"):
+        size = shutil.disk_usage("/dev/shm").total
+        small = size < 2**30 and has_gpu
+        yield Check(
+            "Host",
+            "/dev/shm",
+            WARN if small else OK,
+            f"{size / 2**30:.1f} GiB",
+            "NCCL wants 1 GiB or more: --shm-size in a container" if small else "",
+        )
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    endless = limit == resource.RLIM_INFINITY
+    devices = sorted(p.name for p in Path("/dev/infiniband").glob("uverbs*"))
+    yield Check(
+        "Host",
+        "ulimit -l",
+        WARN if devices and not endless else OK,
+        "unlimited" if endless else f"{limit / 1024:.0f} KiB",
+        "RDMA registers memory: ulimit -l unlimited" if devices and not endless else "",
+    )
+    yield Check(
+        "Host",
+        "InfiniBand",
+        OK if devices else MISSING,
+        ", ".join(devices) if devices else "no /dev/infiniband: one node only",
+    )
+    gdr = os.path.exists("/dev/gdrdrv")
+    yield Check(
+        "Host",
+        "GDRCopy",
+        OK if gdr else MISSING,
+        "/dev/gdrdrv" if gdr else "no /dev/gdrdrv: needed only between nodes",
+    )
+    found = [name for name in RDMA_LIBRARIES if ctypes.util.find_library(name.removeprefix("lib"))]
+    yield Check(
+        "Host",
+        "RDMA libraries",
+        OK if found else MISSING,
+        ", ".join(found) or f"none of {', '.join(RDMA_LIBRARIES)}",
+    )
+
+
+def data_checks(records: str | Path | None) -> Iterator[Check]:
+    """`records`: the folder of the user's own, as `--records`."""
+    from ..config import MoelabError, share_dir
+    from ..results import Store, published
+    from ..results.store import machine
+
+    try:
+        stems = sorted(p.stem for p in share_dir("notebooks").glob("*.ipynb"))
+    except MoelabError as error:
+        yield Check("Data", "notebooks", WARN, str(error))
+    else:
+        yield Check("Data", "notebooks", OK if stems else MISSING, ", ".join(stems) or "none")
+    folder = Path(__file__).resolve().parents[1] / "data" / "tinyseek"
+    weights = sorted(folder.glob("*.safetensors"))
+    if weights and (folder / "config.json").is_file():
+        size = sum(p.stat().st_size for p in weights)
+        yield Check("Data", "tinyseek", OK, f"{size / 1e6:.1f} MB of weights in {folder}")
+    else:
+        yield Check(
+            "Data",
+            "tinyseek",
+            MISSING,
+            f"no checkpoint in {folder}",
+            "train it: experiments/tinyseek says how",
+        )
+    yield Check("Data", "published tables", OK, ", ".join(published.names()))
+    store = Store(records)
+    try:
+        entries = store.winners()
+    except MoelabError as error:
+        yield Check("Data", "records", WARN, str(error))
+        return
+    places = sorted({machine(e.record) for e in entries})
+    own = sum(e.own for e in entries)
+    if not entries and not store.damage:
+        yield Check("Data", "records", MISSING, f"none in {store.directory} or in the package")
+        return
+    detail = f"{len(entries)} ({own} own, in {store.directory})" + (
+        f" from {', '.join(places)}" if places else ""
+    )
+    if store.damage:
+        yield Check(
+            "Data",
+            "records",
+            WARN,
+            f"{detail}; {len(store.damage)} damaged, first {store.damage[0]}",
+            "a killed writer leaves one; delete the line",
+        )
+    else:
+        yield Check("Data", "records", OK, detail)
+
+
+def _memory() -> str:
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, free = (int(fields[x].split()[0]) / 2**20 for x in ("MemTotal", "MemAvailable"))
+        return f"{total:.1f} GiB, {free:.1f} GiB available"
+    except (OSError, KeyError, ValueError):
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
