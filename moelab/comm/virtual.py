@@ -31,6 +31,11 @@ class _Channel:
     mail: dict[tuple[int, int, Tag], Tensor] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)  # rank -> how
 
+    def leave(self, rank: int, how: str) -> None:
+        with self.changed:
+            self.left[rank] = how
+            self.changed.notify_all()
+
 
 class VirtualRanks:
     """`size` ranks in this process. The i-th exchange that each rank constructs is the same exchange."""
@@ -53,11 +58,15 @@ class VirtualRanks:
         with self._lock:
             number = self._opened[rank]
             channel = self._channels.setdefault(number, _Channel(spec, rank))
-            spec.check_same(rank, channel.first_rank, channel.spec.to_json())
             self._opened[rank] += 1
             if min(self._opened) > number:
                 del self._channels[number]  # all have it: the exchanges alone keep it alive
-            return channel
+        try:
+            spec.check_same(rank, channel.first_rank, channel.spec.to_json())
+        except ConfigError as error:
+            channel.leave(rank, str(error))  # the earlier ranks did not wait for us: they learn it now
+            raise
+        return channel
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,4 @@ class VirtualWire:
         """Nothing to do: a message is the peer's as soon as it is sent."""
 
     def close(self, failed: bool) -> None:
-        with self._channel.changed:
-            self._channel.left[self.rank] = (
-                "the peer failed and left" if failed else "the peer closed its exchange"
-            )
-            self._channel.changed.notify_all()
+        self._channel.leave(self.rank, "the peer failed and left" if failed else "the peer closed its exchange")

@@ -36,8 +36,8 @@ class Rank:
     state: dict = field(default_factory=dict)  # from one case to the next
 
     def exchange(self, dp: int, tp: int, *args, **options) -> AllToAll:
-        options = {"timeout_s": 30, "device": self.device} | options
-        return AllToAll(ParallelConfig(dp, tp), *args, group=self.groups[dp * tp], **options)
+        options = {"timeout_s": 30, "device": self.device, "group": self.groups.get(dp * tp)} | options
+        return AllToAll(ParallelConfig(dp, tp), *args, **options)
 
 
 class RankError(AssertionError):
@@ -54,6 +54,10 @@ class Pool:
     def submit(self, rank: int, case, *args) -> Future:
         """Run case(Rank, *args) on one rank, after what it was given before."""
         raise NotImplementedError
+
+    def up_to(self, ranks: int) -> int:
+        """The largest group of at most `ranks` ranks, else the smallest there is."""
+        return max((ep for ep in self.sizes if ep <= ranks), default=min(self.sizes))
 
     def run(self, case, *args, ranks: int | None = None) -> list:
         """On the first `ranks` ranks (default: all) at once; their results, or the first failure."""

@@ -42,7 +42,14 @@ def test_unequal_and_zero_batches(pool, dp, tp):
 )
 def test_payloads_scales_and_layouts(pool, payload, scales, hidden, layout):
     s = Scenario(
-        dp=2, tokens=(9, 4), max_tokens=9, payload=payload, scales=scales, layout=layout, hidden=hidden, seed=SEED
+        dp=2,
+        tokens=(9, 4),
+        max_tokens=9,
+        payload=payload,
+        scales=scales,
+        layout=layout,
+        hidden=hidden,
+        seed=SEED,
     )
     if 2 not in pool.sizes:
         s = s.replace(dp=pool.size, tokens=tuple(range(3, 3 + pool.size)), max_tokens=2 + pool.size)
