@@ -66,6 +66,7 @@ class DeepSeek:
             max_tokens,
             payload=PAYLOAD[dtype],
             group=group,
+            device=device,
         )
         tp_group = TensorParallelGroup.create(parallel.dp, parallel.tp, rank)
         layers = [

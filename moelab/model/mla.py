@@ -68,6 +68,11 @@ class Attention:
             o_w=checkpoint.linear(f"{prefix}.o_proj", cols=share(v)),
         )
 
+    @property
+    def num_heads(self) -> int:
+        """Heads on this rank."""
+        return self.w_uk.shape[0]
+
     def qkv_a(self, s: State) -> None:
         s.q_a, s.kv_a = linear(s.x, self.q_a_w), linear(s.x, self.kv_a_w)
 
@@ -77,7 +82,7 @@ class Attention:
         s.latent = rms_norm(latent, self.kv_a_norm, self.config.rms_norm_eps)
 
     def q_b(self, s: State) -> None:
-        q = linear(s.q_c, self.q_b_w).unflatten(-1, (-1, self.config.qk_head_dim))
+        q = linear(s.q_c, self.q_b_w).unflatten(-1, (self.num_heads, self.config.qk_head_dim))
         s.q_nope, s.q_pe = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
 
     def rope_append(self, s: State) -> None:

@@ -40,7 +40,7 @@ def route(
 def _keep_groups(biased: torch.Tensor, n_group: int, topk_group: int) -> torch.Tensor:
     if topk_group == n_group:
         return biased
-    grouped = biased.unflatten(-1, (n_group, -1))
+    grouped = biased.unflatten(-1, (n_group, biased.shape[-1] // n_group))
     group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
     kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, _top(group_scores, topk_group), True)
     return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
