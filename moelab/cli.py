@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -130,6 +130,36 @@ def doctor(as_json: AsJson = False, records: Records = None) -> None:
     with Console(stderr=True).status("looking around (imports take a few seconds)"):
         checks = module.collect(records)
     Console(width=None if sys.stdout.isatty() else 120).print(module.as_table(checks))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", metavar="TEXT", help="What to continue; repeat it for several.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", metavar="tinyseek|DIR", help="tinyseek, or a Hugging Face checkpoint.")
+    ] = "tinyseek",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="The most new tokens per prompt.")] = 128,
+    dp: Annotated[int, typer.Option("--dp", help="DP groups; prompts go to them in turn.")] = 1,
+    tp: Annotated[int, typer.Option("--tp", help="Ranks per DP group, which share its attention.")] = 1,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Decides the draws of a temperature above 0.")] = 0,
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option("--device", help="cpu computes in float32, cuda in bfloat16."),
+    ] = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Continue prompts with a DeepSeek-style model, its experts spread over dp × tp ranks.
+
+    Starts the ranks itself, on this machine. Standard output gets the new text alone, without the prompt, as it
+    comes; a line end follows each text. Several texts come in the order of their prompts. With --json it gets
+    one list of {prompt, text, tokens, finish_reason} at the end. When a rank fails, its traceback comes first.
+    """
+    from .launch.console import generate as run
+
+    run(model, prompt, max_tokens, dp, tp, temperature, seed, device, as_json)
 
 
 @app.command("run")

@@ -1,0 +1,47 @@
+"""What a rank does for `moelab generate`: loads its share, runs its DP group's prompts, sends tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moelab.config import ParallelConfig
+from moelab.engine.engine import Engine
+from moelab.engine.kv_cache import PAGE_SIZE, pages_for
+from moelab.engine.sequence import Sampling
+from moelab.launch.worker import Context
+from moelab.model.deepseek import DeepSeek
+
+# Room for this many tokens is always enough to go on, where one sequence does not need more by itself: others
+# wait.
+MAX_CACHE_TOKENS = 65536
+
+
+def generate(context: Context, job: dict[str, Any]) -> None:
+    """For `launch`. Each group's first rank emits {prompt, token, last}; rank 0 emits {ready} before."""
+    parallel = ParallelConfig(job["dp"], job["tp"], gpus_per_node=context.world_size)
+    dtype = torch.float32 if context.device == "cpu" else torch.bfloat16
+    model = DeepSeek.load(
+        job["folder"], parallel, job["step_tokens"], rank=context.rank, dtype=dtype, device=context.device
+    )
+    group = parallel.dp_group(context.rank)
+    mine = {i: ids for i, ids in enumerate(job["prompts"]) if i % parallel.dp == group}
+    engine = Engine(model, job["step_tokens"], _cache_tokens(mine.values(), job["max_tokens"]))
+    sampling = Sampling(job["max_tokens"], job["temperature"], job["seed"])
+    for number, ids in mine.items():
+        engine.add(number, ids, sampling)
+    dist.barrier()  # so that "ready" is true of all
+    if context.rank == 0:
+        context.emit({"ready": f"{str(dtype).removeprefix('torch.')}, {model.all_to_all.backend} exchange"})
+    speaks = parallel.tp_rank(context.rank) == 0
+    for token in engine.run():
+        if speaks:
+            context.emit({"prompt": token.sequence.id, "token": token.id, "last": token.last})
+    model.close()
+
+
+def _cache_tokens(prompts, max_tokens: int) -> int:
+    needs = [pages_for(len(ids) + max_tokens) * PAGE_SIZE for ids in prompts]
+    return min(sum(needs), max(MAX_CACHE_TOKENS, *needs)) if needs else PAGE_SIZE
