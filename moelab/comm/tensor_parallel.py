@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moelab.config import ConfigError, ParallelConfig
+
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
@@ -15,12 +17,16 @@ class TensorParallelGroup:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def create(cls, dp: int, tp: int, rank: int) -> TensorParallelGroup:
-        """Collective over the default group: every rank makes all `dp` groups and keeps its own."""
-        if tp == 1:
+    def create(cls, parallel: ParallelConfig, rank: int) -> TensorParallelGroup:
+        """Collective over the ranks of `rank`'s DP group, for which torch.distributed must be running if tp > 1."""
+        if parallel.tp == 1:
             return cls()
-        groups = [dist.new_group(list(range(g * tp, (g + 1) * tp))) for g in range(dp)]
-        return cls(groups[rank // tp])
+        if not dist.is_initialized():
+            raise ConfigError(
+                f"tp is {parallel.tp}, but torch.distributed is not running: start the ranks with torchrun, or take tp 1"
+            )
+        ranks = list(parallel.group_ranks(parallel.dp_group(rank)))
+        return cls(dist.new_group(ranks, use_local_synchronization=True))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the group: collective, same shape everywhere. Every rank gets the same bits."""
