@@ -151,11 +151,12 @@ def generate(
     ] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts with a DeepSeek-style model, its experts spread over dp × tp ranks.
+    """Continue prompts, the experts spread over dp × tp ranks.
 
-    Starts the ranks itself, on this machine. Standard output gets the new text alone, without the prompt, as it
-    comes; a line end follows each text. Several texts come in the order of their prompts. With --json it gets
-    one list of {prompt, text, tokens, finish_reason} at the end. When a rank fails, its traceback comes first.
+    Starts the ranks itself, on this machine. Standard output gets the new text alone, without the prompt, as
+    it comes; a line end follows each text. Several texts come in the order of their prompts. With --json it
+    gets one list of {prompt, text, tokens, finish_reason} at the end. When a rank fails, its traceback comes
+    first.
     """
     from .launch.console import generate as run
 

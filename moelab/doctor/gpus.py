@@ -145,15 +145,16 @@ def _topology() -> dict[tuple[int, int], str]:
 
 
 def parse_topology(text: str) -> dict[tuple[int, int], str]:
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    links = {}
-    for line in text.splitlines():
-        cells = line.split()
-        if cells and (row := re.fullmatch(r"GPU(\d+)", cells[0])) and len(cells) > 1 and cells[1] != "GPU1":
-            for column, cell in enumerate(cells[1:]):
-                if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell) and column != int(row[1]):
-                    links[int(row[1]), column] = cell
-    return links
+    """{(0, 1): "NV18", ...} from the matrix; its first columns are the GPUs, in the order of the rows."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    is_gpu = re.compile(r"GPU\d+").fullmatch
+    rows = [cells for cells in lines if len(cells) > 1 and is_gpu(cells[0]) and not is_gpu(cells[1])]
+    return {
+        (a, b): cells[1 + b]
+        for a, cells in enumerate(rows)
+        for b in range(len(rows))
+        if b != a and 1 + b < len(cells)
+    }
 
 
 def _driver() -> Check:

@@ -120,9 +120,10 @@ def host_checks(has_gpu: bool) -> Iterator[Check]:
 
 def data_checks(records: str | Path | None) -> Iterator[Check]:
     """`records`: the folder of the user's own, as `--records`."""
-    from ..config import MoelabError, share_dir
+    from ..config import MoelabError
     from ..results import Store, published
     from ..results.store import machine
+    from ..share import share_dir
 
     try:
         stems = sorted(p.stem for p in share_dir("notebooks").glob("*.ipynb"))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..config import MoelabError
+from ..share import share_dir
 
 
 class NotebookError(MoelabError):
@@ -15,8 +16,6 @@ class NotebookError(MoelabError):
 
 def folder() -> Path:
     """Where the notebooks are: at the root of a clone, or inside an installed package."""
-    from ..config import share_dir
-
     return share_dir("notebooks")
 
 
