@@ -71,9 +71,7 @@ class ModelConfig:
 
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 163840
-    rope: RopeConfig = RopeConfig(
-        factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
-    )
+    rope: RopeConfig = RopeConfig(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
     weight_block_size: tuple[int, int] | None = (128, 128)  # None: an unquantised checkpoint
     bos_token_id: int = 0
     eos_token_id: int = 1
@@ -188,9 +186,9 @@ _STRUCTURED = {"rope_theta", "rope_scaling", "rope_parameters", "quantization_co
 _NO_EFFECT = {
     "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "dtype", "ep_size",
     "head_dim", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "num_key_value_heads",
-    "num_local_experts", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
-    "problem_type", "qk_head_dim", "return_dict", "seq_aux", "torch_dtype", "transformers_version", "unsloth_version",
-    "use_cache", "_name_or_path",
+    "num_local_experts", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "qk_head_dim", "return_dict", "seq_aux", "torch_dtype", "transformers_version",
+    "unsloth_version", "use_cache", "_name_or_path",
 }  # fmt: skip
 
 
@@ -224,9 +222,7 @@ def _read_rope(raw: dict) -> RopeConfig:
     kinds = {rope.pop(key) for key in ("type", "rope_type") if key in rope}
     if kinds <= {"default"}:
         return RopeConfig(theta=theta)
-    _require(
-        kinds == {"yarn"}, f"config.json: rope type is {sorted(map(str, kinds))}: accepted are 'default', 'yarn'"
-    )
+    _require(kinds == {"yarn"}, f"config.json: rope type is {sorted(map(str, kinds))}: accepted are 'default', 'yarn'")
     _require("factor" in rope, "config.json: rope type yarn without a factor; the hub's DeepSeek-V3 has 40")
     legal = sorted(f.name for f in dataclasses.fields(RopeConfig) if f.name != "theta")
     if "attention_factor" in rope:
@@ -338,24 +334,12 @@ def _heads_can_be_cut(model: ModelConfig, tp: int) -> bool:
 PRESETS = {
     "deepseek-v3": ModelConfig(),
     "tinyseek": ModelConfig(
-        vocab_size=384,
-        hidden_size=256,
-        num_hidden_layers=5,
-        intermediate_size=768,
-        moe_intermediate_size=128,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        q_lora_rank=128,
-        n_routed_experts=16,
-        num_experts_per_tok=4,
-        n_group=4,
-        topk_group=2,
-        max_position_embeddings=4096,
+        vocab_size=384, hidden_size=256, num_hidden_layers=5, intermediate_size=768, moe_intermediate_size=128,
+        first_k_dense_replace=1, num_attention_heads=4, q_lora_rank=128, n_routed_experts=16, num_experts_per_tok=4,
+        n_group=4, topk_group=2, max_position_embeddings=4096, bos_token_id=256, eos_token_id=257,
         rope=RopeConfig(factor=4.0, original_max_position_embeddings=1024, mscale=1.0, mscale_all_dim=1.0),
-        bos_token_id=256,
-        eos_token_id=257,
     ),
-}
+}  # fmt: skip
 
 
 def preset(name: str) -> ModelConfig:

@@ -18,8 +18,8 @@ PACKAGE = ROOT / "moelab"
 
 # Left to right: a module imports from its own package and from what stands before it, nothing else of moelab.
 LAYERS = [
-    "config", "hardware", "stages", "results", "perf", "ops", "comm", "model", "engine", "serve", "bench",
-    "launch", "doctor", "plots", "notebook", "cli", "__main__",
+    "config", "share", "hardware", "stages", "results", "perf", "ops", "comm", "model", "engine", "serve",
+    "launch", "bench", "doctor", "plots", "notebook", "cli", "__main__",
 ]  # fmt: skip
 WITHOUT_TORCH = {"config", "hardware", "stages", "results", "perf", "cli", "__main__"}
 WITHOUT_JUPYTER = set(LAYERS) - {"plots", "notebook"}

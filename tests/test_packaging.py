@@ -190,7 +190,7 @@ def test_wheel_runs_doctor(installed):
 
 
 def test_wheel_finds_its_share(installed):
-    code = "from moelab.config import share_dir as s; print(s('notebooks'), s('kernels'), sep='\\n')"
+    code = "from moelab.share import share_dir as s; print(s('notebooks'), s('kernels'), sep='\\n')"
     done = installed("-c", code)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():

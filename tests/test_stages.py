@@ -1,4 +1,4 @@
-"""The schedules: nothing is read before it is written, all ranks exchange alike, the steps come in the study's order."""
+"""The schedules: nothing is read before it is written, ranks exchange alike, steps come in the study's order."""
 
 from __future__ import annotations
 

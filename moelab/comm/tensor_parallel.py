@@ -23,7 +23,7 @@ class TensorParallelGroup:
             return cls()
         if not dist.is_initialized():
             raise ConfigError(
-                f"tp is {parallel.tp}, but torch.distributed is not running: start the ranks with torchrun, or take tp 1"
+                f"tp is {parallel.tp}, torch.distributed is not running: start the ranks by torchrun, or take tp 1"
             )
         ranks = list(parallel.group_ranks(parallel.dp_group(rank)))
         return cls(dist.new_group(ranks, use_local_synchronization=True))

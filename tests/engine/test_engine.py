@@ -109,7 +109,11 @@ def test_draws_depend_on_seed_request_and_place_alone():
         return sample(logits, Sequence(id, [1] * length, Sampling(5, temperature=1.0, seed=seed)))
 
     assert draw(1, 2, 3) == draw(1, 2, 3)
-    for other in ([draw(s, 2, 3) for s in range(40)], [draw(1, i, 3) for i in range(40)], [draw(1, 2, n) for n in range(40)]):
+    for other in (
+        [draw(s, 2, 3) for s in range(40)],
+        [draw(1, i, 3) for i in range(40)],
+        [draw(1, 2, n) for n in range(40)],
+    ):
         assert len(set(other)) > 10
     counts = torch.bincount(torch.tensor([draw(s, 0, 0) % 4 for s in range(2000)]), minlength=4)
     expected = logits.softmax(-1).view(-1, 4).sum(0) * 2000

@@ -20,7 +20,9 @@ def reference(q, k, v, scale):
 
 def test_causal_attention_equals_float64():
     q, k, v = qkv(7, 30)
-    torch.testing.assert_close(attend(q, k, v, 0.2, causal=True)[0].double(), reference(q, k, v, 0.2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        attend(q, k, v, 0.2, causal=True)[0].double(), reference(q, k, v, 0.2), rtol=0, atol=1e-5
+    )
 
 
 def test_merged_chunks_equal_the_whole_with_empty_chunks_among_them():

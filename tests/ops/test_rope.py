@@ -50,7 +50,9 @@ def test_scores_depend_on_the_distance_alone():
     q, k = torch.randn(1, 64), torch.randn(1, 64)
 
     def score(i, j):
-        return (apply_rope(q, *cos_sin(config, torch.tensor([i]))) * apply_rope(k, *cos_sin(config, torch.tensor([j])))).sum()
+        return (
+            apply_rope(q, *cos_sin(config, torch.tensor([i]))) * apply_rope(k, *cos_sin(config, torch.tensor([j])))
+        ).sum()
 
     torch.testing.assert_close(score(3, 1), score(1003, 1001), rtol=1e-3, atol=1e-3)
     assert abs(score(3, 1) - score(3, 2)) > 1e-4
