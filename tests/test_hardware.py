@@ -5,7 +5,6 @@ import pytest
 from moelab import hardware
 from moelab.config import ConfigError
 
-
 FACTS = [*hardware.gpus(), *hardware.fabrics(), *hardware.nodes()]
 
 

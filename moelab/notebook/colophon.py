@@ -37,9 +37,7 @@ def footer() -> Footer:
     from ..results.record import now
 
     found = results.collect()
-    shown = [
-        f"{name} {found.versions[name]}" for name in ("moelab", "python", "torch") if name in found.versions
-    ]
+    shown = [f"{name} {found.versions[name]}" for name in ("moelab", "python", "torch") if name in found.versions]
     gpu = f"{found.gpu_count} × {found.gpu} (driver {found.driver})"
     commit = found.commit[:12]
     if found.dirty:

@@ -68,9 +68,7 @@ def run(
     if ipynb.exists():
         _render(ipynb, html)
     if failure:
-        raise NotebookError(
-            f"{path.stem} failed: {failure}; executed so far: {html if html.exists() else 'nothing'}"
-        )
+        raise NotebookError(f"{path.stem} failed: {failure}; executed so far: {html if html.exists() else 'nothing'}")
     return Run(path.stem, ipynb, html, seconds)
 
 
@@ -150,11 +148,9 @@ def _explain(error: Any) -> str:
     """The failing cell, the exception, and the deepest line of the notebook's own code that the traceback
     shows."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", x) for part in error.traceback for x in part.splitlines()]
-    arrows = [" ".join(x.split()) for x in lines if re.match(r"\s*-+>", x)]
-    first = next(
-        (x.strip() for x in error.source.splitlines() if x.strip() and not x.strip().startswith("#")), ""
-    )
-    place = f"; at {arrows[-1]}" if arrows else ""
+    arrows = [m for x in lines if (m := re.match(r"\s*-+>\s*(\d+)\s+(.*\S)", x))]
+    first = next((x.strip() for x in error.source.splitlines() if x.strip() and not x.strip().startswith("#")), "")
+    place = f" at line {arrows[-1][1]}: {arrows[-1][2]}" if arrows else ""
     message = f"{error.ename}: {error.evalue}".strip().replace("\n", " | ")
     return f"cell In [{error.exec_count}] ({first[:60]}) raised {message}{place}"
 
@@ -164,7 +160,5 @@ def _make_folder(out_dir: str | Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise NotebookError(
-            f"cannot make the folder {out}: {error.strerror}; choose another with --out"
-        ) from None
+        raise NotebookError(f"cannot make the folder {out}: {error.strerror}; choose another with --out") from None
     return out

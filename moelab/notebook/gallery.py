@@ -64,9 +64,7 @@ verified. {summary}</p> </header> <main><div class="cards"> {"".join(_card(run) 
 def describe(notebook: Any) -> tuple[str, str]:
     """(title, question): the first heading and the first paragraph of the Markdown cells; "" where there is
     none."""
-    text = "\n\n".join(
-        cell.source for cell in notebook.cells if cell.cell_type == "markdown" and not _marker(cell)
-    )
+    text = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown" and not _marker(cell))
     blocks = [block.strip() for block in re.split(r"\n\s*\n|(?<=\n)(?=#)|(?<=^)(?=#)", text) if block.strip()]
     title = paragraph = ""
     for block in blocks:
@@ -88,21 +86,12 @@ def thumbnail(notebook: Any) -> str:
             if "image/png" in data:
                 return "data:image/png;base64," + "".join(data["image/png"].split())
             if "image/svg+xml" in data:
-                return (
-                    "data:image/svg+xml;base64,"
-                    + base64.b64encode("".join(data["image/svg+xml"]).encode()).decode()
-                )
+                return "data:image/svg+xml;base64," + base64.b64encode("".join(data["image/svg+xml"]).encode()).decode()
     return ""
 
 
 def duration(seconds: float) -> str:
-    return (
-        f"{seconds:.1f} s"
-        if seconds < 10
-        else f"{seconds:.0f} s"
-        if seconds < 90
-        else f"{seconds / 60:.1f} min"
-    )
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
 
 
 def _card(run: Run) -> str:

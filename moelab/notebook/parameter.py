@@ -79,8 +79,7 @@ def _parse(source: str, where: str) -> dict[str, Parameter]:
             default = ast.literal_eval(node.value)
         except ValueError:
             raise NotebookError(
-                f"the parameters cell of {where} holds {ast.unparse(node)!r}; "
-                "only NAME = LITERAL is allowed there"
+                f"the parameters cell of {where} holds {ast.unparse(node)!r}; only NAME = LITERAL is allowed there"
             ) from None
         comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
         found[target.id] = Parameter(target.id, default, comment.lstrip("# "))

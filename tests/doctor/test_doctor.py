@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -70,10 +71,7 @@ def answer(monkeypatch, count, *, p2p=True, capability=(9, 0)):
 def test_gpus_and_links(monkeypatch):
     answer(monkeypatch, 2)
     found = {c.name: c for c in gpus.checks()}
-    assert (
-        found["GPU 1"].detail == "NVIDIA H200, 140.4 GiB, capability 9.0, 132 SMs"
-        and found["GPU 1"].status == OK
-    )
+    assert found["GPU 1"].detail == "NVIDIA H200, 140.4 GiB, capability 9.0, 132 SMs" and found["GPU 1"].status == OK
     assert found["links"].detail == "0–1: NV18, P2P yes, native atomics yes" and found["links"].status == OK
     assert (found["driver"].status, found["driver"].detail) == (OK, "580.159")
 
@@ -129,9 +127,7 @@ def test_a_missing_library_names_the_fix():
 
 
 def test_a_library_whose_import_fails_shows_the_reason_as_it_is(install):
-    install(
-        "flashinfer-python", "9.9", module="flashinfer", source="raise OSError('libfoo.so.1: no such file')"
-    )
+    install("flashinfer-python", "9.9", module="flashinfer", source="raise OSError('libfoo.so.1: no such file')")
     check = library("flashinfer-python")
     assert check.status == WARN and "9.9, import fails: OSError: libfoo.so.1: no such file" in check.detail
 
@@ -213,12 +209,63 @@ def test_the_command_prints_json_and_never_imports_torch_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert sum(report["summary"].values()) == len(report["checks"])
-    assert {"System", "GPU", "Libraries", "Backends", "Host", "Data"} == {
-        c["section"] for c in report["checks"]
-    }
+    assert {"System", "GPU", "Libraries", "Backends", "Host", "Data"} == {c["section"] for c in report["checks"]}
     for check in report["checks"]:
-        assert (
-            check["status"] in (OK, WARN, MISSING)
-            and check["name"]
-            and "\n" not in check["detail"] + check["fix"]
-        )
+        assert check["status"] in (OK, WARN, MISSING) and check["name"] and "\n" not in check["detail"] + check["fix"]
+
+
+DRIVER = r"""
+#include <stddef.h>
+#include <string.h>
+#ifndef STATUS
+#define STATUS 0
+#endif
+int cuInit(unsigned flags) { return STATUS; }
+int cuGetErrorString(int status, const char **text) { *text = "no CUDA-capable device is detected"; return 0; }
+int cuDeviceGetCount(int *count) { *count = 3; return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = 10 + ordinal; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "NVIDIA H200", size); return device < 10; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = 143771ull << 20; return device < 10; }
+int cuDeviceGetAttribute(int *value, int which, int device) {
+  *value = which == 75 ? 9 : which == 76 ? 0 : which == 16 ? 132 : -1; return device < 10; }
+int cuDeviceGetP2PAttribute(int *value, int which, int src, int dst) {  /* towards 12 no atomics */
+  *value = which == 2 ? 1 : which == 3 ? dst != 12 : -1; return src < 10 || dst < 10; }
+"""
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """A libcuda.so.1 that answers as three H200 would, or refuses with a status."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to make a stand-in driver with")
+
+    def build(status=0):
+        (tmp_path / "driver.c").write_text(DRIVER)
+        command = [compiler, "-shared", "-fPIC", f"-DSTATUS={status}", "driver.c", "-o", "libcuda.so.1"]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+        return ask("import json; from moelab.doctor.gpus import probe; print(json.dumps(probe()))")
+
+    return build
+
+
+def test_the_driver_is_asked_for_gpus_and_both_directions_of_every_pair(driver):
+    found = driver()
+    assert found["gpus"][2] == {
+        "index": 2,
+        "name": "NVIDIA H200",
+        "memory_bytes": 143771 * 2**20,
+        "capability": [9, 0],
+        "sms": 132,
+    }
+    assert {tuple(p["gpus"]): (p["p2p"], p["atomics"]) for p in found["pairs"]} == {
+        (0, 1): (True, True),
+        (0, 2): (True, False),
+        (1, 2): (True, False),
+    }
+
+
+def test_a_driver_that_refuses_gives_its_reason(driver):
+    with pytest.raises(ChildFailed, match=r"cuInit: no CUDA-capable device is detected \(100\)"):
+        driver(status=100)

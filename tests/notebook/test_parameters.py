@@ -75,9 +75,7 @@ def test_only_literals_may_stand_in_the_cell_and_nothing_is_run(write, line):
         notebook.parameters(write("bad", f"# parameters\n{line}\n"))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"), [(n, *pair) for n, pairs in GOOD.items() for pair in pairs]
-)
+@pytest.mark.parametrize(("name", "text", "value"), [(n, *pair) for n, pairs in GOOD.items() for pair in pairs])
 def test_values_are_read_by_the_type_of_the_default(path, name, text, value):
     got = notebook.check(path, {name: text})[name]
     assert got == value and type(got) is type(value)

@@ -11,9 +11,7 @@ from moelab import notebook
 from moelab.notebook import NotebookError, gallery
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-FIGURE = (
-    f"from IPython.display import Image, display\nimport base64\ndisplay(Image(base64.b64decode('{PNG}')))"
-)
+FIGURE = f"from IPython.display import Image, display\nimport base64\ndisplay(Image(base64.b64decode('{PNG}')))"
 
 
 def printed(path):
@@ -22,9 +20,7 @@ def printed(path):
 
 
 def test_run_executes_with_the_given_values_and_renders(write, tmp_path, monkeypatch, capsys):
-    path = write(
-        "small", "# Small\n\nDoes it run?", "# parameters\nn = 1\nname = 'a'\n", "print(n * 2, name)"
-    )
+    path = write("small", "# Small\n\nDoes it run?", "# parameters\nn = 1\nname = 'a'\n", "print(n * 2, name)")
     monkeypatch.chdir(tmp_path)
     done = notebook.run(path, {"n": "21", "name": "b"}, tmp_path / "deep" / "out")
     assert printed(done.ipynb) == "42 b\n" and done.error == "" and done.seconds > 0
@@ -44,9 +40,7 @@ def test_the_kernel_is_this_interpreter_whatever_is_installed(write, tmp_path, m
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     monkeypatch.chdir(tmp_path)  # moelab must be importable from anywhere
-    path = write(
-        "which", "import os, sys, moelab\nprint(sys.executable, moelab.__file__, os.getcwd(), sep='\\n')"
-    )
+    path = write("which", "import os, sys, moelab\nprint(sys.executable, moelab.__file__, os.getcwd(), sep='\\n')")
     done = notebook.run(path, out_dir=tmp_path / "out", progress=False)
     executable, package, folder = printed(done.ipynb).split()
     import moelab
@@ -64,7 +58,7 @@ def test_a_failing_cell_is_named_and_the_partly_executed_notebook_kept(write, tm
         notebook.run(path, out_dir=out, progress=False)
     message = str(caught.value)
     assert re.search(r"cell In \[3\] \(ratio\(n\)\) raised ZeroDivisionError: division by zero", message)
-    assert "return 1 / (x - 1)" in message and str(out / "fails.html") in message
+    assert "at line 2: return 1 / (x - 1)" in message and str(out / "fails.html") in message
     assert "ZeroDivisionError" in (out / "fails.html").read_text() and printed(out / "fails.ipynb") == ""
 
 
@@ -96,14 +90,10 @@ def test_tour_makes_a_gallery_and_goes_on_after_a_failure(write, here, tmp_path,
     write("01_second", "# Second <b>\nIs `x` **bold** & [linked](http://example.org)?", FIGURE, folder=here)
     write("00_first", "# First\n\nWhat comes first?", "print(1)", folder=here)
     write("02_third", "# Third", "raise ValueError('no <luck>')", folder=here)
-    with pytest.raises(
-        NotebookError, match="1 of 3 notebooks failed.*index.html.*02_third failed.*no <luck>"
-    ):
+    with pytest.raises(NotebookError, match="1 of 3 notebooks failed.*index.html.*02_third failed.*no <luck>"):
         notebook.tour(tmp_path / "report", progress=True)
     page = (tmp_path / "report" / "index.html").read_text()
-    places = [
-        page.index(x) for x in ('href="00_first.html"', 'href="01_second.html"', 'href="02_third.html"')
-    ]
+    places = [page.index(x) for x in ('href="00_first.html"', 'href="01_second.html"', 'href="02_third.html"')]
     assert places == sorted(places) and "2 of 3 notebooks ran through" in page
     assert "Second &lt;b&gt;" in page and "Is <code>x</code> <strong>bold</strong> &amp; linked?" in page
     assert f"data:image/png;base64,{PNG}" in page and "no &lt;luck&gt;" in page
@@ -138,9 +128,7 @@ def test_title_and_question(write, cells, expected):
     assert gallery.describe(nbformat.read(write("n", *cells), as_version=4)) == expected
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (42, "42 s"), (150, "2.5 min")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (42, "42 s"), (150, "2.5 min")])
 def test_duration(seconds, text):
     assert gallery.duration(seconds) == text
 
@@ -150,9 +138,4 @@ def test_footer_shows_where_it_comes_from(monkeypatch):
     monkeypatch.setenv("MOELAB_DIRTY", "1")
     foot = notebook.footer()
     for text in (str(foot), foot._repr_html_(), foot._repr_markdown_()):
-        assert (
-            "commit abcdef012345 with changes" in text
-            and "UTC" in text
-            and "moelab " in text
-            and "torch " in text
-        )
+        assert "commit abcdef012345 with changes" in text and "UTC" in text and "moelab " in text and "torch " in text
