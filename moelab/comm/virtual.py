@@ -124,4 +124,5 @@ class VirtualWire:
         """Nothing to do: a message is the peer's as soon as it is sent."""
 
     def close(self, failed: bool) -> None:
-        self._channel.leave(self.rank, "the peer failed and left" if failed else "the peer closed its exchange")
+        how = "the peer failed and left" if failed else "the peer closed its exchange"
+        self._channel.leave(self.rank, how)

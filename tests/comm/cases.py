@@ -43,7 +43,7 @@ def experts(
 
 
 def receive(rank: Rank, a2a: AllToAll, s: Scenario, h: Handle, poisoned: bool = False) -> Tensor:
-    """dispatch_recv with everything about it checked; the experts' outputs. Leaves NaN in the slot's buffers."""
+    """dispatch_recv with everything about it checked; the experts' outputs. Leaves NaN in the slot."""
     rows, row_scales, counts = a2a.dispatch_recv(h)
     spec, groups = s.spec, s.groups()
     expected = expected_rows(spec, rank.index, [g.ids for g in groups])

@@ -1,13 +1,12 @@
 """Ranks that stay: threads over `VirtualRanks`, or processes over torch.distributed, behind one interface.
 
-A case is a module-level function of a `Rank` and picklable arguments. A pool runs it on some ranks and hands back what
-each returned. Starting processes costs seconds, so one pool of each kind serves all tests; a case makes and closes its
-own exchanges.
+A case is a module-level function of a `Rank` and picklable arguments. A pool runs it on some ranks and hands
+back what each returned. Starting processes costs seconds, so one pool of each kind serves all tests; a case
+makes and closes its own exchanges.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import traceback
@@ -72,7 +71,8 @@ class Pool:
             except Exception as error:
                 errors.append(error)
         if errors:
-            raise errors[0]
+            # One rank's failure makes the others fail: the first cause may be in any of them.
+            raise RankError("\n".join(f"{type(error).__name__}: {error}" for error in errors))
         return results
 
 
@@ -109,7 +109,7 @@ class ThreadPool(Pool):
 
 
 def _serve_process(index: int, size: int, sizes: tuple[int, ...], kind: str, store: str, pipe) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the ranks outnumber the cores; threads within them only get in the way
     cuda = kind in ("nccl", "gloo-cuda")
     device = torch.device("cuda", index % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
@@ -140,9 +140,8 @@ def _serve_process(index: int, size: int, sizes: tuple[int, ...], kind: str, sto
 class ProcessPool(Pool):
     def __init__(self, kind: str, size: int, sizes: tuple[int, ...], folder: str) -> None:
         self.kind, self.size, self.sizes = kind, size, sizes
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the children: more threads than cores crawl
-        # A server that has imported torch once forks the ranks: one import instead of `size`. It never touches a
-        # GPU itself, so its children may.
+        # A server that has imported torch once forks the ranks: one import instead of `size`. It never
+        # touches a GPU itself, so its children may.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "moelab.comm", "tests.comm.cases"])
         self._pipes, self._processes, self._waiting = [], [], []

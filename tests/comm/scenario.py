@@ -101,10 +101,11 @@ class Scenario:
 
     def plain_scales(self, row_scales: Tensor) -> Tensor:
         """Received scales of any format as float32 [..., S]."""
-        return unpack_ue8m0(row_scales, self.spec.num_scales) if self.scales == "ue8m0" else row_scales
+        packed = self.scales == "ue8m0"
+        return unpack_ue8m0(row_scales, self.spec.num_scales) if packed else row_scales
 
     def expert(self, e: int, values: Tensor) -> Tensor:
-        """A stand-in for expert e that mixes places and depends on e; float32 [..., H] -> the outputs' dtype."""
+        """Stands in for expert e: mixes places, depends on e. float32 [..., H] -> the outputs' dtype."""
         mixed = values.roll(e + 1, dims=-1) * (0.5 + e / self.num_experts) + values * 0.25
         return mixed.to(self.spec.output_dtype)
 
@@ -126,7 +127,8 @@ def is_nan(t: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = a.cpu(), b.cpu()
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    # A clone and not contiguous(), which leaves the odd stride of a dimension of size 1.
+    a, b = (t.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)

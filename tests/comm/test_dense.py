@@ -1,4 +1,4 @@
-"""The padded and the split all_to_all_single: same results, and the bytes that each scheme is said to move."""
+"""Padded and split all_to_all_single: same results, and the bytes that each scheme is said to move."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_virtual_ranks_count_the_same_bytes(virtual_pool):
 
 
 def test_traffic_of_one_token_by_hand():
-    # Rank 0 (DP group 0, TP 0) sends one token to experts 2, 3 (rank 1) and 4 (rank 2): 16 experts would be too many
-    # to follow. Two ranks per DP group, two experts per rank.
+    # Two ranks in each of two DP groups, two experts on each rank. Rank 0 sends one token to experts 2 and 3
+    # on rank 1 and to expert 4 on rank 2.
     s = Scenario(dp=2, tp=2, num_experts=8, top_k=3, hidden=64, max_tokens=2, tokens=(1, 0), payload="bf16")
     counted = traffic(s.spec, [np.array([[2, 3, 4]]), np.zeros((0, 3), int)])
     header, row, out = 3 * 4 * 3, 128 + 4, 128  # to three ranks: has_work and two counts
     assert set(counted) == set(SCHEMES)
     assert counted["sparse"].dispatch.tolist() == [header + 3 * row, header, header, header]
-    # Rank 1 keeps its own copy and sends both results to rank 0; rank 2 sends its one to ranks 0 and 1.
+    # Rank 1 keeps its two results and sends them to rank 0; rank 2 sends its one to ranks 0 and 1.
     assert counted["sparse"].combine.tolist() == [0, 2 * out, 2 * out, 0]
     assert counted["rank"].dispatch.tolist() == [header + 2 * (row + 24), header, header, header]
     assert counted["rank"].combine.tolist() == [0, out, 2 * out, 0]

@@ -57,9 +57,9 @@ def test_payloads_scales_and_layouts(pool, payload, scales, hidden, layout):
 
 
 scenarios = st.builds(
-    lambda grid, local, k, hidden, max_tokens, share, masked, repeats, hot, payload, layout, scales, seed: Scenario(
-        dp=grid[0], tp=grid[1], num_experts=local * grid[0] * grid[1], top_k=min(k, local * grid[0] * grid[1]),
-        hidden=hidden * 16, max_tokens=max_tokens, tokens=tuple(round(f * max_tokens) for f in share[: grid[0]]),
+    lambda g, local, k, hidden, most, share, masked, repeats, hot, payload, layout, scales, seed: Scenario(
+        dp=g[0], tp=g[1], num_experts=local * g[0] * g[1], top_k=min(k, local * g[0] * g[1]),
+        hidden=hidden * 16, max_tokens=most, tokens=tuple(round(f * most) for f in share[: g[0]]),
         payload=payload, layout=layout, scales=scales if payload == "fp8" else "row",
         masked=masked, repeats=repeats, hot=hot, seed=seed,
     ),

@@ -43,7 +43,7 @@ def interleaving(exchanges: int, slots: int, seed: int) -> list[int]:
 
 
 def walk(rank: Rank, s: Scenario, slots: int, order: list[int]) -> None:
-    """Exchanges of different data and batches, their halves in the given order; when all slots are taken, one more."""
+    """Exchanges of changing batches, their halves in the given order; one too many if all slots are taken."""
     with s.construct(rank, slots=slots) as a2a:
         live: dict[int, list] = {}
         for i in order:
@@ -136,6 +136,23 @@ def test_sends_return_while_no_peer_has_called(pool):
     for rank in range(1, s.ep):
         pool.submit(rank, sends_of_constructed, s).result(20)
     pool.run(rest_of_two, s, ranks=s.ep)
+
+
+def leaks(rank: Rank, s: Scenario) -> int:
+    """Tensors alive after 30 exchanges, beyond those alive after 3."""
+    with s.construct(rank) as a2a:
+        alive = []
+        for rounds in (3, 27):
+            for _ in range(rounds):
+                cases.whole(rank, a2a, s)
+            gc.collect()
+            alive.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+        return alive[1] - alive[0]
+
+
+def test_a_finished_exchange_leaves_nothing_behind(gloo_pool):
+    s = scenario(gloo_pool)
+    assert gloo_pool.run(leaks, s, ranks=s.ep) == [0] * s.ep
 
 
 # ---- idle

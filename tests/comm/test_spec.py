@@ -56,7 +56,8 @@ def test_illegal_specs_say_what_is_legal(change, words):
 )
 def test_segments_are_aligned_disjoint_and_fit(counts, top_k, data):
     local = len(counts)
-    # A batch that can produce these counts: no expert has more than dp·M rows, no token more than min(K, L) rows.
+    # A batch that can produce these counts: no expert has more than dp·M rows, no token more than min(K, L)
+    # rows.
     top_k = min(top_k, local)
     rows = max(max(counts), -(-sum(counts) // top_k), 1) + data.draw(st.integers(0, 50))
     spec = ExchangeSpec(ParallelConfig(), local, top_k, 64, rows, layout="contiguous_128")
@@ -76,7 +77,7 @@ def test_scale_formats_have_the_strides_that_tma_wants(hidden, layout):
     def spec(scales):
         return ExchangeSpec(ParallelConfig(dp=3), 6, 2, hidden, 3, "fp8", layout=layout, scales=scales)
 
-    s, packed = -(-hidden // 128), -(-(-(-hidden // 128)) // 4)
+    s, packed = (hidden + 127) // 128, (hidden + 511) // 512
     rows = spec("row").rows_shape[-2]
     aligned = -(-rows // 4) * 4
     row = empty_scales(spec("row"), torch.device("cpu"))
