@@ -38,9 +38,7 @@ app.add_typer(records_app, name="records")
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
 Records = Annotated[
     Path | None,
-    typer.Option(
-        "--records", metavar="DIR", help="Folder of your own records, searched first. [default: ./records]"
-    ),
+    typer.Option("--records", metavar="DIR", help="Folder of your own records, searched first. [default: ./records]"),
 ]
 
 
@@ -165,14 +163,10 @@ def generate(
 
 @app.command("run")
 def run_notebook(
-    notebook: Annotated[
-        str, typer.Argument(metavar="NOTEBOOK", help="A name such as 01_parallelism, or a path.")
-    ],
+    notebook: Annotated[str, typer.Argument(metavar="NOTEBOOK", help="A name such as 01_parallelism, or a path.")],
     parameter: Annotated[
         list[str] | None,
-        typer.Option(
-            "-p", "--parameter", metavar="NAME VALUE", help="Set a parameter (or NAME=VALUE); repeatable."
-        ),
+        typer.Option("-p", "--parameter", metavar="NAME VALUE", help="Set a parameter (or NAME=VALUE); repeatable."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the results go.")] = Path("out"),
 ) -> None:
@@ -189,9 +183,7 @@ def run_notebook(
         if not equals:
             raise typer.BadParameter(f"{text!r} has no value; write -p {text} VALUE", param_hint="-p")
         if name in given:
-            raise typer.BadParameter(
-                f"{name!r} is given twice: {given[name]!r} and {value!r}", param_hint="-p"
-            )
+            raise typer.BadParameter(f"{name!r} is given twice: {given[name]!r} and {value!r}", param_hint="-p")
         given[name] = value
     done = module.run(notebook, given, out)
     print(done.ipynb)
@@ -200,9 +192,7 @@ def run_notebook(
 
 @app.command()
 def tour(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the report goes.")] = Path(
-        "report"
-    ),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the report goes.")] = Path("report"),
 ) -> None:
     """Run all notebooks and make a gallery of them.
 
@@ -218,9 +208,7 @@ def tour(
 def records_list(
     as_json: AsJson = False,
     records: Records = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also those that a newer or clean record outdoes.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also those that a newer or clean record outdoes.")] = False,
 ) -> None:
     """List the records that count.
 
@@ -249,13 +237,14 @@ def records_list(
         r = entry.record
         params = " ".join(f"{name}={value}" for name, value in r.params.items())
         where = "CPU" if r.gpu == "cpu" else f"{r.gpu_count} × {r.gpu}"
+        metric = r.metric if r.kind == "measured" else f"{r.metric} ({r.kind})"
         commit = r.commit[:7] + (" (dirty)" if r.dirty else "")
         table.add_row(
             str(number),
             r.bench,
             r.backend,
             params,
-            r.metric,
+            metric,
             f"{r.p50:.5g}",
             f"{r.p20:.5g}–{r.p80:.5g}",
             r.unit,
@@ -268,14 +257,10 @@ def records_list(
 
 @records_app.command("show")
 def records_show(
-    which: Annotated[
-        str, typer.Argument(metavar="BENCH|NUMBER", help="A bench, or a number of `records list`.")
-    ],
+    which: Annotated[str, typer.Argument(metavar="BENCH|NUMBER", help="A bench, or a number of `records list`.")],
     as_json: AsJson = False,
     records: Records = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Number and match as `records list --all` does.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Number and match as `records list --all` does.")] = False,
 ) -> None:
     """Show records in full, with file and line."""
     from .results import StoreError
@@ -283,9 +268,7 @@ def records_show(
     entries = _entries(records, everything)
     if which.isdecimal():
         if not 1 <= int(which) <= len(entries):
-            raise StoreError(
-                f"no record number {which}; there are {len(entries)} (see `moelab records list`)"
-            )
+            raise StoreError(f"no record number {which}; there are {len(entries)} (see `moelab records list`)")
         chosen = [entries[int(which) - 1]]
     else:
         chosen = [e for e in entries if e.record.bench == which]
@@ -308,9 +291,7 @@ def records_show(
 def records_export(
     file: Annotated[Path, typer.Argument(metavar="FILE.parquet", help="The file to write.")],
     records: Records = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also those that a newer or clean record outdoes.")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also those that a newer or clean record outdoes.")] = False,
 ) -> None:
     """Write records as a Parquet table; prints its path."""
     if file.suffix != ".parquet":

@@ -158,6 +158,12 @@ def test_records_list(moelab, store):
     assert listed[0]["own"] and listed[0]["line"] == 2 and listed[0]["file"].endswith("h200x2/alltoall.jsonl")
 
 
+def test_a_stand_in_is_marked_as_one(moelab, store):
+    record = store.records("alltoall")[0]
+    store.append(Record(**record.to_dict() | {"kind": "stand-in", "metric": "combine"}))
+    assert moelab("records", "list")[1].count("combine (stand-in)") == 1
+
+
 def test_records_show(moelab, store):
     status, out, _ = moelab("records", "show", "alltoall")
     assert status == 0 and "driver" in out and "580.159" in out and "torch=2.11.0" in out and "9.0" not in out

@@ -37,7 +37,8 @@ def footer() -> Footer:
     from ..results.record import now
 
     found = results.collect()
-    shown = [f"{name} {found.versions[name]}" for name in ("moelab", "python", "torch") if name in found.versions]
+    labels = {"moelab": "moelab", "python": "Python", "torch": "torch"}
+    shown = [f"{label} {found.versions[key]}" for key, label in labels.items() if key in found.versions]
     gpu = f"{found.gpu_count} × {found.gpu} (driver {found.driver})"
     commit = found.commit[:12]
     if found.dirty:
