@@ -1,7 +1,7 @@
 """Moving tokens between the ranks that hold them and the ranks that hold their experts.
 
-`AllToAll` (alltoall.py, where the protocol is explained) is the one interface; `group` picks what moves the
-data: torch.distributed over gloo or NCCL, or `VirtualRanks`, many ranks in one process.
+`AllToAll` (alltoall.py, where the protocol is explained) is the one interface; `group` picks what moves the data:
+torch.distributed over gloo or NCCL, or `VirtualRanks`, many ranks in one process.
 """
 
 from __future__ import annotations

@@ -1,37 +1,35 @@
 """`AllToAll`: tokens to the ranks of their experts and back, in four halves.
 
-After routing, every rank has a different number of tokens for every other. A dense all-to-all pads all pairs
-to the worst case, or first exchanges the sizes and waits for them on the host. Here, following "Efficient and
-portable mixture-of-experts communication" (2025-04-02), dispatch and combine are each split into a send that
-returns at once and a receive that waits, so that the caller computes in between:
+After routing, every rank has a different number of tokens for every other. A dense all-to-all pads all pairs to the
+worst case, or first exchanges the sizes and waits for them on the host. Here, following "Efficient and portable
+mixture-of-experts communication" (2025-04-02), dispatch and combine are each split into a send that returns at once
+and a receive that waits, so that the caller computes in between:
 
     dispatch_send ─ shared expert ─ dispatch_recv ─ experts ─ combine_send ─ other micro-batch ─ combine_recv
 
-**What makes it right without agreement.** Ranks agree once, at construction, on M = `max_tokens`, the most
-tokens a DP group may send. From then on nothing is negotiated:
+**What makes it right without agreement.** Ranks agree once, at construction, on M = `max_tokens`, the most tokens a
+DP group may send. From then on nothing is negotiated:
 
-- *Private regions.* Whatever a rank sends for an exchange lands where nobody else writes: a message of its
-  own per (sender, receiver, exchange) here, a region per (sender, local expert) in peer memory for kernels. M
-  bounds it, so the sender computes the address alone and never asks.
-- *Counts first.* Every rank tells every other, in every exchange, how many rows it sends for each local
-  expert. The message itself is the signal: zero rows is a message that says zero, which differs from nothing
-  sent yet. (A flag in memory has no such arrival, which is why kernels write count + 1.) A receive returns
-  when all counts are there and all rows that they announce; it therefore really waits, for exactly what it
-  needs.
-- *No barrier.* Kernels that write into a fixed region must not begin the next exchange while a slow rank
-  still reads this one, hence the original's one barrier, in combine-receive. Here every message carries its
-  exchange's number and waits, in the transport or in its sender's memory, until the receiver asks for that
-  number; nothing can be overwritten. What bounds memory is that combine_recv waits until our own sends have
-  left.
-- *Idle groups.* A DP group without requests makes the same calls with no tokens. The bit `has_work` beside
-  the counts tells all ranks at once, in the exchange that they make anyway, whether anybody had work.
+- *Private regions.* Whatever a rank sends for an exchange lands where nobody else writes: a message of its own per
+  (sender, receiver, exchange) here, a region per (sender, local expert) in peer memory for kernels. M bounds it, so
+  the sender computes the address alone and never asks.
+- *Counts first.* Every rank tells every other, in every exchange, how many rows it sends for each local expert. The
+  message itself is the signal: zero rows is a message that says zero, which differs from nothing sent yet. (A flag in
+  memory has no such arrival, which is why kernels write count + 1.) A receive returns when all counts are there and
+  all rows that they announce; it therefore really waits, for exactly what it needs.
+- *No barrier.* Kernels that write into a fixed region must not begin the next exchange while a slow rank still reads
+  this one, hence the original's one barrier, in combine-receive. Here every message carries its exchange's number and
+  waits, in the transport or in its sender's memory, until the receiver asks for that number; nothing can be
+  overwritten. What bounds memory is that combine_recv waits until our own sends have left.
+- *Idle groups.* A DP group without requests makes the same calls with no tokens. The bit `has_work` beside the counts
+  tells all ranks at once, in the exchange that they make anyway, whether anybody had work.
 
-**Divided sending.** All TP ranks of a DP group hold the same tokens: TP rank i sends tokens i, i + tp, …; the
-outputs go to every one of them, so each ends with the whole result.
+**Divided sending.** All TP ranks of a DP group hold the same tokens: TP rank i sends tokens i, i + tp, …; the outputs
+go to every one of them, so each ends with the whole result.
 
-**One order.** Rows of an expert stand by DP group, then token, and the sum over k runs in order of k in
-float32, each product rounded before it is added, with one rounding at the end: the same input gives the same
-bits, whatever the number of ranks and whichever backend.
+**One order.** Rows of an expert stand by DP group, then token, and the sum over k runs in order of k in float32, each
+product rounded before it is added, with one rounding at the end: the same input gives the same bits, whatever the
+number of ranks and whichever backend.
 """
 
 from __future__ import annotations
@@ -56,9 +54,7 @@ HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 class Handle:
     """One exchange in flight, from dispatch_send to combine_recv."""
 
-    def __init__(
-        self, owner: AllToAll, number: int, slot: int, exchange: Exchange, x_shape: torch.Size
-    ) -> None:
+    def __init__(self, owner: AllToAll, number: int, slot: int, exchange: Exchange, x_shape: torch.Size) -> None:
         self.number, self.slot = number, slot
         self._owner, self._exchange, self._x_shape = owner, exchange, x_shape
         self._next = HALVES[1]  # None once combine_recv is through
@@ -71,8 +67,7 @@ class Handle:
 
     @property
     def starts(self) -> Tensor | None:
-        """[L] int32, first row of each local expert (contiguous_128; None when padded). Known from
-        dispatch_recv on."""
+        """[L] int32, first row of each local expert (contiguous_128; None when padded). Known from dispatch_recv on."""
         self._need_counts("starts")
         return self._exchange.starts
 
@@ -85,21 +80,20 @@ class Handle:
 
 
 class AllToAll:
-    """Dispatch and combine over `parallel.ep` ranks. Construction and `close` are collective, the halves are
-    too.
+    """Dispatch and combine over `parallel.ep` ranks. Construction and `close` are collective, the halves are too.
 
-    Symbols: T tokens of this rank's DP group in this exchange, M `max_tokens`, H hidden, E `num_experts`, K
-    `top_k`, L = E/ep, S = ceil(H/128).
+    Symbols: T tokens of this rank's DP group in this exchange, M `max_tokens`, H hidden, E `num_experts`, K `top_k`,
+    L = E/ep, S = ceil(H/128).
 
-    - `payload`: dtype of the dispatched values: "bf16", "fp8" (e4m3, with float32 scales, one for 128 values)
-      or "f32" (outputs then float32 as well; for the reference engine).
+    - `payload`: dtype of the dispatched values: "bf16", "fp8" (e4m3, with float32 scales, one for 128 values) or
+      "f32" (outputs then float32 as well; for the reference engine).
     - `slots`: how many exchanges may be in flight at once.
-    - `layout`: "expert_padded", rows [L, dp·M, H]; or "contiguous_128", rows [capacity, H] in which each
-      expert starts at a multiple of 128 (`handle.starts`, `layout.grouped_layout(counts, capacity)`).
+    - `layout`: "expert_padded", rows [L, dp·M, H]; or "contiguous_128", rows [capacity, H] in which each expert
+      starts at a multiple of 128 (`handle.starts`, `layout.grouped_layout(counts, capacity)`).
     - `scales`: format of the received scales, see `layout`: "row", "column_tma", "ue8m0".
-    - `group`: a torch.distributed process group (NCCL on GPUs, else gloo; gloo with `device="cuda"` is staged
-      through the host), None for the world, or `VirtualRanks(ep).rank(i)`. The caller's group itself
-      is never used to send, except by `Dense` (dense.py), the all_to_all_single to compare with.
+    - `group`: a torch.distributed process group (NCCL on GPUs, else gloo; gloo with `device="cuda"` is staged through
+      the host), None for the world, or `VirtualRanks(ep).rank(i)`. The caller's group itself is never used to send,
+      except by `Dense` (dense.py), the all_to_all_single to compare with.
     - `device`: where all tensors live; by default the current GPU with NCCL, else the CPU.
     - `timeout_s`: limit of each half's waits and of the construction.
 
@@ -121,13 +115,9 @@ class AllToAll:
         device: torch.device | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        self.spec = ExchangeSpec(
-            parallel, num_experts, top_k, hidden, max_tokens, payload, slots, layout, scales
-        )
+        self.spec = ExchangeSpec(parallel, num_experts, top_k, hidden, max_tokens, payload, slots, layout, scales)
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
-            raise ConfigError(
-                f"timeout_s is {timeout_s!r}: give a positive number of seconds; every wait must end"
-            )
+            raise ConfigError(f"timeout_s is {timeout_s!r}: give a positive number of seconds; every wait must end")
         device = None if device is None else torch.empty(0, device=device).device  # "cuda" -> the current GPU
         self._free = list(range(slots))
         self._in_flight: list[Handle] = []
@@ -173,15 +163,13 @@ class AllToAll:
         num_tokens: Tensor | None = None,
         has_work: bool = True,
     ) -> Handle:
-        """Send each token to the ranks of its experts; returns at once. All arguments may be overwritten
-        afterwards.
+        """Send each token to the ranks of its experts; returns at once. All arguments may be overwritten afterwards.
 
-        x [T, H] of the payload's dtype; topk_ids [T, K] int32 or int64, any strides, -1 for nowhere;
-        topk_weights [T, K] float32, with every routing factor in them; scales [T, S] float32 for fp8, else
-        None. T may differ between DP groups and be 0; the TP ranks of a group pass the same tokens. An expert
-        named twice by a token computes it once and counts with both weights. `num_tokens`, int32 with one
-        element on the device, says how many of the T rows count. `has_work`: whether this DP group has
-        requests.
+        x [T, H] of the payload's dtype; topk_ids [T, K] int32 or int64, any strides, -1 for nowhere; topk_weights [T,
+        K] float32, with every routing factor in them; scales [T, S] float32 for fp8, else None. T may differ between
+        DP groups and be 0; the TP ranks of a group pass the same tokens. An expert named twice by a token computes it
+        once and counts with both weights. `num_tokens`, int32 with one element on the device, says how many of the T
+        rows count. `has_work`: whether this DP group has requests.
 
         Raises `InputError` (nothing was sent), `CommError` when all slots are taken.
         """
@@ -206,10 +194,10 @@ class AllToAll:
     def dispatch_recv(self, handle: Handle) -> tuple[Tensor, Tensor | None, Tensor]:
         """Wait for the tokens of this rank's experts: (rows, row_scales, counts).
 
-        rows [L, dp·M, H] or [capacity, H] of the payload's dtype; row_scales in the format of `scales`, or
-        None; counts [L] int32 on the device. Expert e's rows are its first counts[e] (from handle.starts[e]
-        on when contiguous), by DP group, then token. What lies beyond was never written. rows and row_scales
-        belong to the handle's slot: they are valid until its combine_recv. Raises `ExchangeTimeout`.
+        rows [L, dp·M, H] or [capacity, H] of the payload's dtype; row_scales in the format of `scales`, or None;
+        counts [L] int32 on the device. Expert e's rows are its first counts[e] (from handle.starts[e] on when
+        contiguous), by DP group, then token. What lies beyond was never written. rows and row_scales belong to the
+        handle's slot: they are valid until its combine_recv. Raises `ExchangeTimeout`.
         """
         self._take(handle, "dispatch_recv")
         return self._guard(self._backend.dispatch_recv, handle._exchange)
@@ -218,20 +206,18 @@ class AllToAll:
     def combine_send(self, handle: Handle, y: Tensor) -> None:
         """Send the experts' outputs home; returns at once.
 
-        y like rows, bfloat16 (float32 with payload "f32"), not yet weighted; rows beyond the counts are never
-        read. y may be overwritten afterwards. Raises `InputError` (nothing was sent).
+        y like rows, bfloat16 (float32 with payload "f32"), not yet weighted; rows beyond the counts are never read. y
+        may be overwritten afterwards. Raises `InputError` (nothing was sent).
         """
         self._take(handle, "combine_send", lambda: check_y(self.spec, self._backend, y))
         self._guard(self._backend.combine_send, handle._exchange, y)
 
     @torch.no_grad()
     def combine_recv(self, handle: Handle, out: Tensor) -> Tensor:
-        """Wait for the outputs of this DP group's tokens and write out[t] = Σ_k w_k·y_k; returns out. Frees
-        the slot.
+        """Wait for the outputs of this DP group's tokens and write out[t] = Σ_k w_k·y_k; returns out. Frees the slot.
 
-        out [T, H] float32, bfloat16 or float16, the T of dispatch_send; rows beyond num_tokens are left
-        alone. A token without experts gets exact zeros. Raises `InputError` (the call may be repeated),
-        `ExchangeTimeout`.
+        out [T, H] float32, bfloat16 or float16, the T of dispatch_send; rows beyond num_tokens are left alone. A
+        token without experts gets exact zeros. Raises `InputError` (the call may be repeated), `ExchangeTimeout`.
         """
         self._take(handle, "combine_recv", lambda: check_out(self._backend, handle._x_shape, out))
         self._guard(self._backend.combine_recv, handle._exchange, out)
@@ -256,17 +242,13 @@ class AllToAll:
 
     def _alive(self, half: str) -> None:
         if self._dead is not None:
-            raise CommError(
-                f"{half} on an AllToAll that can no longer be used: {self._dead}; construct a new one"
-            )
+            raise CommError(f"{half} on an AllToAll that can no longer be used: {self._dead}; construct a new one")
 
     def _take(self, handle: Handle, half: str, check=lambda: None) -> None:
         """Check that `half` is the handle's next one and its arguments are right; then move the handle on."""
         self._alive(half)
         if handle._owner is not self:
-            raise CommError(
-                f"{half}: exchange {handle.number} was started by another AllToAll: pass it to that one"
-            )
+            raise CommError(f"{half}: exchange {handle.number} was started by another AllToAll: pass it to that one")
         if handle._next != half:
             raise CommError(
                 f"{half} of exchange {handle.number} out of order: its next half is "
@@ -277,8 +259,7 @@ class AllToAll:
         handle._next = HALVES[at] if at < len(HALVES) else None
 
     def _guard(self, half, *args):
-        """Run a backend's half; if it fails, leave at once, so that the peers need not wait for their own
-        limit."""
+        """Run a backend's half; if it fails, leave at once, so that the peers need not wait for their own limit."""
         try:
             return half(*args)
         except BaseException as error:

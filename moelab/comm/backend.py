@@ -1,9 +1,8 @@
-"""`Backend`: what moves an exchange. `AllToAll` checks the arguments and the order of calls; a backend trusts
-it.
+"""`Backend`: what moves an exchange. `AllToAll` checks the arguments and the order of calls; a backend trusts it.
 
-A backend implements the four halves as a whole, from tensors as the caller gives them to tensors as the
-caller gets them. The torch and virtual backends share one implementation over a `Wire` (packed.py); kernels
-that write straight into a peer's memory replace packing, moving and unpacking together.
+A backend implements the four halves as a whole, from tensors as the caller gives them to tensors as the caller gets
+them. The torch and virtual backends share one implementation over a `Wire` (packed.py); kernels that write straight
+into a peer's memory replace packing, moving and unpacking together.
 """
 
 from __future__ import annotations
@@ -24,13 +23,10 @@ from moelab.config import ConfigError
 
 
 class Exchange(Protocol):
-    """What a backend remembers of one exchange in flight; made by `dispatch_send`, handed to the other
-    halves."""
+    """What a backend remembers of one exchange in flight; made by `dispatch_send`, handed to the other halves."""
 
     all_idle: bool | None  # known once dispatch_recv is through
-    starts: (
-        Tensor | None
-    )  # [L] int32, first row of each expert in the contiguous layout, from dispatch_recv on
+    starts: Tensor | None  # [L] int32, first row of each expert when contiguous; known likewise
 
 
 class Backend(Protocol):
@@ -39,9 +35,7 @@ class Backend(Protocol):
     name: str
     rank: int
     device: torch.device
-    reads_values: (
-        bool  # whether ids, counts and scales may be read on the host, so that AllToAll checks their values
-    )
+    reads_values: bool  # whether the host may read ids, counts and scales, so that AllToAll checks their values
     sent_bytes: int
 
     def dispatch_send(
@@ -79,9 +73,8 @@ def open_backend(
     if processes is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise CommError(
-                f"group is None but torch.distributed is not initialised "
-                f"({unavailable_gloo() or 'it can be'}): call init_process_group first, or pass "
-                "VirtualRanks(ep).rank(i)"
+                "group is None but torch.distributed is not initialised: "
+                f"{unavailable_gloo() or 'call init_process_group first'}, or pass VirtualRanks(ep).rank(i)"
             )
         processes = dist.group.WORLD
     if not isinstance(processes, dist.ProcessGroup):

@@ -1,5 +1,5 @@
-"""Arguments of the halves, checked before anything is sent: a wrong one must not leave the peers waiting for
-half of it."""
+"""Arguments of the halves, checked before anything is sent: a wrong one must not leave the peers waiting for half of
+it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check(
-    name: str, t: Tensor, shape: tuple[int | str, ...], dtypes: tuple[torch.dtype, ...], device
-) -> None:
+def _check(name: str, t: Tensor, shape: tuple[int | str, ...], dtypes: tuple[torch.dtype, ...], device) -> None:
     """`shape` entries that are text are free."""
     if not isinstance(t, Tensor):
         raise InputError(f"{name} is a {type(t).__name__}: give a tensor")
-    fits = t.dim() == len(shape) and all(
-        isinstance(n, str) or n == m for n, m in zip(shape, t.shape, strict=True)
-    )
+    fits = t.dim() == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, t.shape, strict=True))
     if not fits:
         raise InputError(f"{name} has shape {list(t.shape)}: expected [{', '.join(map(str, shape))}]")
     if t.dtype not in dtypes:
-        raise InputError(
-            f"{name} is {_name(t.dtype)}: legal are {', '.join(map(_name, dtypes))}; convert it first"
-        )
+        raise InputError(f"{name} is {_name(t.dtype)}: legal are {', '.join(map(_name, dtypes))}; convert it first")
     if t.device != device:
         raise InputError(
             f"{name} is on {t.device}: this AllToAll works on {device}; move it, or construct with device="
@@ -50,8 +44,8 @@ def check_dispatch(
     scales: Tensor | None,
     num_tokens: Tensor | None,
 ) -> None:
-    """Raise `InputError` for arguments of dispatch_send; values of device tensors only where the backend may
-    read them."""
+    """Raise `InputError` for arguments of dispatch_send; values of device tensors only where the backend may read
+    them."""
     device = backend.device
     _check("x", x, ("T", spec.hidden), (spec.payload_dtype,), device)
     tokens = x.shape[0]
@@ -67,14 +61,10 @@ def check_dispatch(
             raise InputError(f"scales is None: an fp8 payload needs float32 [{tokens}, {spec.num_scales}]")
         _check("scales", scales, (tokens, spec.num_scales), (torch.float32,), device)
     elif scales is not None:
-        raise InputError(
-            f"scales given with a {spec.payload} payload: leave it None, or construct with payload='fp8'"
-        )
+        raise InputError(f"scales given with a {spec.payload} payload: leave it None, or construct with payload='fp8'")
     if num_tokens is not None:
         if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1 or num_tokens.dtype != torch.int32:
-            raise InputError(
-                f"num_tokens is {num_tokens!r}: give an int32 tensor with one element on {device}"
-            )
+            raise InputError(f"num_tokens is {num_tokens!r}: give an int32 tensor with one element on {device}")
         if num_tokens.device != device:
             raise InputError(f"num_tokens is on {num_tokens.device}: this AllToAll works on {device}")
     if backend.reads_values:

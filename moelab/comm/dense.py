@@ -1,14 +1,13 @@
 """The exchange as torch users make it, with `all_to_all_single`: what `AllToAll` is compared with.
 
-- *padded*: every pair of ranks exchanges a block of the worst case, so that nothing needs to know the
-  routing. A rank may send ceil(M/tp) tokens to min(K, L) experts of another, and get M·min(K, L) outputs
-  back.
-- *split*: exact sizes. They must be known on the host before the call: a first all-to-all exchanges the
-  counts and the host waits for it.
+- *padded*: every pair of ranks exchanges a block of the worst case, so that nothing needs to know the routing. A rank
+  may send ceil(M/tp) tokens to min(K, L) experts of another, and get M·min(K, L) outputs back.
+- *split*: exact sizes. They must be known on the host before the call: a first all-to-all exchanges the counts and
+  the host waits for it.
 
-Both are a `Wire` under the same packing, so `AllToAll(…, group=Dense(padded=True))` has the same results, bit
-for bit, and only the movement differs. Unlike the others it uses the caller's group itself, and its
-collectives involve every rank at every step, so a rank without tokens still takes part in each.
+Both are a `Wire` under the same packing, so `AllToAll(…, group=Dense(padded=True))` has the same results, bit for
+bit, and only the movement differs. Unlike the others it uses the caller's group itself, and its collectives involve
+every rank at every step, so a rank without tokens still takes part in each.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What can go wrong in an exchange. All are `MoelabError`: one line that names the value, the limit and the
-fix."""
+"""What can go wrong in an exchange. All are `MoelabError`: one line that names the value, the limit and the fix."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class ExchangeTimeout(CommError):
 
 
 class WireError(Exception):
-    """Raised by a wire, which knows the peer but not which half waits; the backend turns it into
-    `ExchangeTimeout`."""
+    """Raised by a wire, which knows the peer but not which half waits; the backend turns it into `ExchangeTimeout`."""
 
     def __init__(self, peer: int | tuple[int, ...], seen: str) -> None:
         super().__init__(f"peer {peer}: {seen}")

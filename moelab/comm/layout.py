@@ -1,17 +1,17 @@
 """Expert-side layouts: where the rows of an expert begin, and the three formats of FP8 scales.
 
-Rows are either padded per expert, [L, dp·M, H] with a count for each (masked grouped GEMM), or contiguous,
-where each expert's segment starts at a multiple of 128 rows so that no GEMM tile straddles two experts.
+Rows are either padded per expert, [L, dp·M, H] with a count for each (masked grouped GEMM), or contiguous, where each
+expert's segment starts at a multiple of 128 rows so that no GEMM tile straddles two experts.
 
-Scales arrive as float32, one for 128 values, S = ceil(H/128) a row. Grouped GEMMs on Hopper and Blackwell
-read them in other shapes, so the receiver writes the one it is asked for:
+Scales arrive as float32, one for 128 values, S = ceil(H/128) a row. Grouped GEMMs on Hopper and Blackwell read them
+in other shapes, so the receiver writes the one it is asked for:
 
 - `row`: float32 [..., rows, S], row-major.
-- `column_tma`: the same logical shape, column-major: stride(-2) = 1 and stride(-1) = rows rounded up to 4,
-  since a TMA copy wants every column to start at a multiple of 16 bytes.
-- `ue8m0`: int32 [..., rows, ceil(S/4)], column-major likewise; each int32 packs the exponents of four
-  consecutive scales, the first in the lowest byte, and exponent byte e means 2^(e-127). Only exact powers of
-  two can be so written.
+- `column_tma`: the same logical shape, column-major: stride(-2) = 1 and stride(-1) = rows rounded up to 4, since a
+  TMA copy wants every column to start at a multiple of 16 bytes.
+- `ue8m0`: int32 [..., rows, ceil(S/4)], column-major likewise; each int32 packs the exponents of four consecutive
+  scales, the first in the lowest byte, and exponent byte e means 2^(e-127). Only exact powers of two can be so
+  written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ def segment_starts(counts: Tensor) -> Tensor:
 
 
 def grouped_layout(counts: Tensor, capacity: int) -> Tensor:
-    """Local expert of each row of the contiguous_128 layout, -1 where there is none. [L] int32 -> [capacity]
-    int32."""
+    """Local expert of each row of the contiguous_128 layout, -1 where there is none. [L] int32 -> [capacity] int32."""
     rows = torch.arange(capacity, device=counts.device)
     starts = segment_starts(counts).long()
-    # The last segment that starts at or before the row; of empty segments that share a start, the last one,
-    # whose end is then the only one that can lie beyond the row.
+    # The last segment that starts at or before the row; of empty segments that share a start, the last one, whose end
+    # is then the only one that can lie beyond the row.
     expert = torch.searchsorted(starts, rows, right=True) - 1
     return torch.where(rows < (starts + counts)[expert], expert, -1).to(torch.int32)
 
@@ -75,7 +74,8 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 
 def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
     """int32 [..., ceil(S/4)], any strides -> float32 [..., S]."""
-    exponents = packed.contiguous().view(torch.uint8)[..., :num_scales]
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)
+    exponents = (packed[..., None] >> shifts & 255).flatten(-2)[..., :num_scales]
     return torch.exp2(exponents.float() - 127)
 
 

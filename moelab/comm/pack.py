@@ -1,16 +1,15 @@
 """Routing as index arithmetic, in plain torch: who gets which token, in which order, and the sum at the end.
 
-Everything is one ordering. A distinct (expert, token) pair is a *row*: it crosses the wire once, is computed
-once, comes back once. The rows of a DP group sorted by (expert, token) are
+Everything is one ordering. A distinct (expert, token) pair is a *row*: it crosses the wire once, is computed once,
+comes back once. The rows of a DP group sorted by (expert, token) are
 
 - at the sender, grouped by destination rank, since a rank's experts are consecutive;
-- on the expert side, after one sort of all arrivals by (expert, DP group, token), the order of the expert's
-  rows;
-- on the way back again sorted by (expert, token), so that the results of rank 0, 1, … simply follow one
-  another and a token finds its k-th result by a number known since dispatch.
+- on the expert side, after one sort of all arrivals by (expert, DP group, token), the order of the expert's rows;
+- on the way back again sorted by (expert, token), so that the results of rank 0, 1, … simply follow one another and a
+  token finds its k-th result by a number known since dispatch.
 
-The same holds for whatever number of ranks the experts are spread over, which is why the sum is the same bit
-for bit. An expert named twice by one token is one row with both weights.
+The same holds for whatever number of ranks the experts are spread over, which is why the sum is the same bit for bit.
+An expert named twice by one token is one row with both weights.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from moelab.comm.spec import ExchangeSpec
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one DP group go, as one of its ranks sees it. n tokens; R rows, sorted by (expert,
-    token)."""
+    """Where the tokens of one DP group go, as one of its ranks sees it. n tokens; R rows, sorted by (expert, token)."""
 
     row_of: Tensor  # [n, K] int64: the row that holds the k-th result of a token, -1 where there is none
     rows_per_rank: Tensor  # [ep] int64: of the R rows, how many each rank computes
@@ -53,19 +51,18 @@ def route(topk_ids: Tensor, spec: ExchangeSpec, rank: int) -> Routing:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """[n, m] of any dtype -> [n, m·itemsize] uint8; of a contiguous tensor a view."""
+    """[n, m > 1] of any dtype -> [n, m·itemsize] uint8; of a contiguous tensor a view."""
     return x.contiguous().view(torch.uint8)
 
 
 def pack_rows(x: Tensor, scales: Tensor | None, tokens: Tensor) -> Tensor:
-    """One message: token indices, scales and values of the rows, section after section (each keeps its
-    alignment).
+    """One message: token indices, scales and values of the rows, section after section (each keeps its alignment).
 
     x [n, H], scales [n, S] float32 or None, tokens [r] int64 -> uint8 [r·wire_row_bytes].
     """
     sections = [tokens.to(torch.int32).view(torch.uint8)]
     if scales is not None:
-        sections.append(as_bytes(scales)[tokens].flatten())
+        sections.append(scales[tokens].flatten().view(torch.uint8))
     sections.append(as_bytes(x)[tokens].flatten())
     return torch.cat(sections)
 
@@ -92,8 +89,8 @@ class Placement:
 def place(tokens: Tensor, counts: Tensor, starts: Tensor, spec: ExchangeSpec) -> Placement:
     """Order arrivals by (expert, DP group, token).
 
-    tokens [A] of all arrivals by source rank, then (expert, token); counts [ep, L] int64 rows from each
-    source for each local expert; starts [L] int64 flat first row of each expert.
+    tokens [A] of all arrivals by source rank, then (expert, token); counts [ep, L] int64 rows from each source for
+    each local expert; starts [L] int64 flat first row of each expert.
     """
     ep, local = counts.shape
     device = counts.device
@@ -113,9 +110,9 @@ def place(tokens: Tensor, counts: Tensor, starts: Tensor, spec: ExchangeSpec) ->
 def weighted_sum(results: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
     """out[t] = Σ_k weights[t, k] · results[row_of[t, k]], in order of k.
 
-    In float32: each product rounded, then added, no fused multiply-add; one rounding to out's dtype at the
-    end. Where row_of is -1 neither weight nor result is looked at, so a NaN there is harmless. results [R,
-    H], row_of [n, K], weights [n, K] float32, out [n, H].
+    In float32: each product rounded, then added, no fused multiply-add; one rounding to out's dtype at the end. Where
+    row_of is -1 neither weight nor result is looked at, so a NaN there is harmless.
+    results [R, H], row_of [n, K], weights [n, K] float32, out [n, H].
     """
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     if len(results):

@@ -1,5 +1,4 @@
-"""The four halves over any `Wire`: pack the rows of each destination into one message, move them, unpack by
-one sort.
+"""The four halves over any `Wire`: pack the rows of each destination into one message, move them, unpack by one sort.
 
 | half          | sends                                          | waits for                                 |
 |---------------|------------------------------------------------|-------------------------------------------|
@@ -8,15 +7,16 @@ one sort.
 | combine_send  | a row's output to all TP ranks of its DP group | nothing; posts the receives of outputs    |
 | combine_recv  | nothing                                        | the outputs; then that our own sends left |
 
-The sizes of outputs are known at both ends since dispatch, so nothing announces them. That combine_recv waits
-for our own sends frees their memory and keeps any rank from running a whole exchange ahead; it cannot
-deadlock, because a send leaves as soon as the peer has made the call that posts the receive, and that call
-never comes after this one.
+The sizes of outputs are known at both ends since dispatch, so nothing announces them. That combine_recv waits for our
+own sends frees their memory and keeps any rank from running a whole exchange ahead; it cannot deadlock, because a
+send leaves as soon as the peer has made the call that posts the receive, and that call never comes after this one.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -99,11 +99,8 @@ class PackedBackend:
     def dispatch_recv(self, exchange: PackedExchange) -> tuple[Tensor, Tensor | None, Tensor]:
         spec, half, deadline = self.spec, "dispatch_recv", self._deadline()
         headers = self._wait(half, Tag(exchange.number, "counts"), deadline)
-        table = [
-            headers[r].cpu().view(torch.int32) if r in headers else exchange.header
-            for r in range(spec.parallel.ep)
-        ]
-        table = torch.stack(table)
+        headers[self.rank] = exchange.header.view(torch.uint8)
+        table = torch.stack([headers[source].cpu().view(torch.int32) for source in range(spec.parallel.ep)])
         exchange.all_idle = not table[:, 0].any().item()
         counts = table[:, 1:].long()
         total = counts.sum(0)
@@ -123,11 +120,7 @@ class PackedBackend:
         else:
             starts = torch.arange(spec.local_experts, device=self.device) * spec.expert_rows
         arrived = [unpack_rows(messages[source], spec) for source in sorted(messages)]
-        tokens = (
-            torch.cat([a[0] for a in arrived])
-            if arrived
-            else torch.empty(0, dtype=torch.int32, device=self.device)
-        )
+        tokens = torch.cat([torch.empty(0, dtype=torch.int32, device=self.device), *(a[0] for a in arrived)])
         exchange.placement = place(tokens, counts.to(self.device), starts, spec)
         flat, first = as_bytes(rows.view(-1, spec.hidden)), 0
         for token, scales, values in arrived:
@@ -148,9 +141,7 @@ class PackedBackend:
                 message = as_bytes(flat[rows]).flatten()
                 messages |= dict.fromkeys(spec.parallel.group_ranks(group), message)
         exchange.local_outputs = messages.pop(self.rank, None)
-        sizes = {
-            r: n * spec.output_row_bytes for r, n in enumerate(exchange.routing.rows_per_rank.tolist()) if n
-        }
+        sizes = {r: n * spec.output_row_bytes for r, n in enumerate(exchange.routing.rows_per_rank.tolist()) if n}
         sizes.pop(self.rank, None)
         self._send("combine_send", tag, messages)
         self._post("combine_send", tag, sizes)
@@ -161,11 +152,11 @@ class PackedBackend:
         if exchange.local_outputs is not None:
             messages[self.rank] = exchange.local_outputs
         parts = [messages[source] for source in sorted(messages)]
-        flat = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+        flat = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *parts])
         results = flat.view(self.spec.output_dtype).view(-1, self.spec.hidden)
         weighted_sum(results, exchange.routing.row_of, exchange.weights, out[: exchange.num_tokens])
         for part in PARTS:
-            with self._errors(half, f"it to take our {part} of exchange {exchange.number}"):
+            with self._naming(half, f"it to take our {part} of exchange {exchange.number}"):
                 self._wire.drain(Tag(exchange.number, part), deadline)
         return out
 
@@ -182,32 +173,21 @@ class PackedBackend:
         return time.monotonic() + self._timeout_s
 
     def _send(self, half: str, tag: Tag, messages: dict[int, Tensor]) -> None:
-        with self._errors(half, f"a connection for {tag.part} of exchange {tag.exchange}"):
+        with self._naming(half, f"a connection for {tag.part} of exchange {tag.exchange}"):
             self._wire.send(tag, messages)
 
     def _post(self, half: str, tag: Tag, sizes: dict[int, int]) -> None:
-        with self._errors(half, f"a connection for {tag.part} of exchange {tag.exchange}"):
+        with self._naming(half, f"a connection for {tag.part} of exchange {tag.exchange}"):
             self._wire.post(tag, sizes)
 
     def _wait(self, half: str, tag: Tag, deadline: float) -> dict[int, Tensor]:
-        with self._errors(half, f"{tag.part} of exchange {tag.exchange}"):
+        with self._naming(half, f"{tag.part} of exchange {tag.exchange}"):
             return self._wire.wait(tag, deadline)
 
-    def _errors(self, half: str, expected: str) -> _Naming:
-        return _Naming(self.rank, half, expected)
-
-
-@dataclass
-class _Naming:
-    """Turns the wire's error into one that names rank, half and what was awaited."""
-
-    rank: int
-    half: str
-    expected: str
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, WireError):
-            raise ExchangeTimeout(self.rank, error.peer, self.half, self.expected, error.seen) from error
+    @contextmanager
+    def _naming(self, half: str, expected: str) -> Iterator[None]:
+        """The wire knows which peer; say also which rank waited, in which half and for what."""
+        try:
+            yield
+        except WireError as error:
+            raise ExchangeTimeout(self.rank, error.peer, half, expected, error.seen) from error

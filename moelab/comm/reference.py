@@ -1,5 +1,4 @@
-"""What an exchange must do, said in loops: the oracle of the tests, sharing no arithmetic with what it
-judges."""
+"""What an exchange must do, said in loops: the oracle of the tests, sharing no arithmetic with what it judges."""
 
 from __future__ import annotations
 
@@ -11,11 +10,8 @@ from torch import Tensor
 from moelab.comm.spec import ExchangeSpec
 
 
-def expected_rows(
-    spec: ExchangeSpec, rank: int, ids_by_group: Sequence[Tensor]
-) -> list[list[tuple[int, int]]]:
-    """For each local expert of `rank`, its rows in order as (DP group, token). ids_by_group: [T_g, K] for
-    each group.
+def expected_rows(spec: ExchangeSpec, rank: int, ids_by_group: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
+    """For each local expert of `rank`, its rows in order as (DP group, token). ids_by_group: [T_g, K] for each group.
 
     A token that names an expert twice has one row there.
     """
@@ -29,13 +25,10 @@ def expected_rows(
     return rows
 
 
-def dense_moe(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]
-) -> Tensor:
+def dense_moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """out[t] = Σ_k w[t, k] · expert(id[t, k], x[t]) in float64, without any exchange; -1 adds nothing.
 
-    x [T, H] any float dtype; `expert(e, row [H] as given)` returns [H], as the expert side would hand it to
-    combine.
+    x [T, H] any float dtype; `expert(e, row [H] as given)` returns [H], as the expert side would hand it to combine.
     """
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, chosen in enumerate(topk_ids.tolist()):
@@ -50,9 +43,8 @@ def rounding_bound(
 ) -> Tensor:
     """The most by which a float32 sum may differ from `dense_moe`, element by element: (K + 1)·2^-24·Σ|w·y|.
 
-    Each of K products and K - 1 additions rounds once, relative 2^-24, of partial sums no larger than Σ|w·y|
-    (Higham, Accuracy and Stability of Numerical Algorithms, 3.1). The rounding to the output's dtype comes on
-    top.
+    Each of K products and K - 1 additions rounds once, relative 2^-24, of partial sums no larger than Σ|w·y| (Higham,
+    Accuracy and Stability of Numerical Algorithms, 3.1). The rounding to the output's dtype comes on top.
     """
 
     def magnitude(e: int, row: Tensor) -> Tensor:

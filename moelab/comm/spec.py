@@ -1,7 +1,7 @@
 """`ExchangeSpec`: everything that all ranks must agree on, and the sizes that follow from it.
 
-Symbols: M `max_tokens` (the most tokens one DP group may send), H hidden, E experts, K top-k, L = E/ep local
-experts, S = ceil(H/128) scales per token.
+Symbols: M `max_tokens` (the most tokens one DP group may send), H hidden, E experts, K top-k, L = E/ep local experts,
+S = ceil(H/128) scales per token.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class ExchangeSpec:
                 f"so hidden a multiple of {16 // self.payload_dtype.itemsize}"
             )
         if self.payload != "fp8" and self.scales != "row":
-            raise ConfigError(
-                f"scales is {self.scales!r} but a {self.payload} payload has none: leave it at 'row'"
-            )
+            raise ConfigError(f"scales is {self.scales!r} but a {self.payload} payload has none: leave it at 'row'")
 
     @property
     def local_experts(self) -> int:
@@ -113,8 +111,8 @@ class ExchangeSpec:
     def capacity(self) -> int:
         """Rows of the contiguous_128 layout that always suffice.
 
-        A token has at most min(K, L) rows here and rounding up to 128 adds at most 127 to each expert; nor
-        can any expert need more than dp·M rounded up.
+        A token has at most min(K, L) rows here and rounding up to 128 adds at most 127 to each expert; nor can any
+        expert need more than dp·M rounded up.
         """
         worst = self.expert_rows * min(self.top_k, self.local_experts) + (ALIGN - 1) * self.local_experts
         return min(worst // ALIGN * ALIGN, self.local_experts * round_up(self.expert_rows, ALIGN))

@@ -1,17 +1,17 @@
 """Wires over torch.distributed: gloo point-to-point with tags, and NCCL, which has none.
 
-Each exchange has a process group of its own, so that its messages can meet no other's and a timeout, on which
-gloo closes every connection of the group, leaves the caller's group as it was.
+Each exchange has a process group of its own, so that its messages can meet no other's and a timeout, on which gloo
+closes every connection of the group, leaves the caller's group as it was.
 
-*gloo.* The group is built straight on the caller's store instead of with `dist.new_group`, which is
-collective over the whole world and numbers groups in a registry that sub-groups can make differ between
-ranks. Counts and outputs have sizes known beforehand: their receives are posted as early as their sends, so
-the transport moves them while the caller computes. With tensors on a GPU the messages are staged through host
-memory; several ranks may then share one GPU.
+*gloo.* The group is built straight on the caller's store instead of with `dist.new_group`, which is collective over
+the whole world and numbers groups in a registry that sub-groups can make differ between ranks. Counts and outputs
+have sizes known beforehand: their receives are posted as early as their sends, so the transport moves them while the
+caller computes. With tensors on a GPU the messages are staged through host memory; several ranks may then share one
+GPU.
 
-*NCCL.* Messages of a pair match by order alone. A rank's order of `post` calls is its order of calls of the
-exchange, the same on every rank, but the size of rows is known to the receiver only once it has the counts:
-so `send` merely keeps the messages, and `post` issues sends and receives of a tag as one group.
+*NCCL.* Messages of a pair match by order alone. A rank's order of `post` calls is its order of calls of the exchange,
+the same on every rank, but the size of rows is known to the receiver only once it has the counts: so `send` merely
+keeps the messages, and `post` issues sends and receives of a tag as one group.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def agree(group: dist.ProcessGroup, spec: ExchangeSpec, timeout_s: float) -> dis
     """
     store = group.get_group_store()
     rank, size = group.rank(), group.size()
-    # How many exchanges this rank has opened over this group, counted where the group lives; the same on all
-    # ranks.
+    # How many exchanges this rank has opened over this group, counted where the group lives; the same on all ranks.
     number = store.add(f"moelab/opened/{rank}", 1)
     store = dist.PrefixStore(f"moelab/{number}/", store)
     deadline = time.monotonic() + timeout_s
@@ -69,9 +68,7 @@ class GlooWire:
 
     name = "torch-gloo"
 
-    def __init__(
-        self, group: dist.ProcessGroup, spec: ExchangeSpec, device: torch.device, timeout_s: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, spec: ExchangeSpec, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.sent_bytes = 0
         self._device = device
@@ -131,9 +128,7 @@ class NcclWire:
 
     name = "torch-nccl"
 
-    def __init__(
-        self, group: dist.ProcessGroup, spec: ExchangeSpec, device: torch.device, timeout_s: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, spec: ExchangeSpec, device: torch.device, timeout_s: float) -> None:
         if group.size() != dist.get_world_size():
             raise CommError(
                 f"group has {group.size()} of {dist.get_world_size()} ranks: over NCCL all are "
@@ -162,9 +157,7 @@ class NcclWire:
 
     def post(self, tag: Tag, sizes: dict[int, int]) -> None:
         messages = self._sending[tag]
-        arriving = {
-            peer: torch.empty(size, dtype=torch.uint8, device=self._device) for peer, size in sizes.items()
-        }
+        arriving = {peer: torch.empty(size, dtype=torch.uint8, device=self._device) for peer, size in sizes.items()}
         ops = [dist.P2POp(dist.isend, m, self._ranks[peer], self._group) for peer, m in messages.items()]
         ops += [dist.P2POp(dist.irecv, m, self._ranks[peer], self._group) for peer, m in arriving.items()]
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -192,8 +185,8 @@ class NcclWire:
             return
         group, self._group = self._group, None
         if failed:
-            # Kernels of the unfinished group spin on the device; abort makes them leave. Destroying would
-            # wait for them.
+            # Kernels of the unfinished group spin on the device; abort makes them leave. Destroying would wait for
+            # them.
             dist.distributed_c10d._abort_process_group(group)
         else:
             dist.destroy_process_group(group)
@@ -203,9 +196,7 @@ def unavailable_gloo() -> str | None:
     """Why gloo cannot be used, or None."""
     if not dist.is_available():
         return "this torch was built without torch.distributed: install the official wheel"
-    return (
-        None if dist.is_gloo_available() else "this torch was built without gloo: install the official wheel"
-    )
+    return None if dist.is_gloo_available() else "this torch was built without gloo: install the official wheel"
 
 
 def unavailable_nccl() -> str | None:

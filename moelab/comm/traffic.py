@@ -1,5 +1,4 @@
-"""Bytes that each rank sends to other ranks, for a given routing, in each way of moving it. Exact, not
-modelled.
+"""Bytes that each rank sends to other ranks, for a given routing, in each way of moving it. Exact, not modelled.
 
 | scheme     | dispatch                                    | combine                                         |
 |------------|---------------------------------------------|-------------------------------------------------|
@@ -9,10 +8,10 @@ modelled.
 | padded     | a worst-case block for each pair of ranks   | likewise                                        |
 | all_gather | every token to every rank                   | a partial sum of every token from every rank    |
 
-"sparse" is `AllToAll`, also over `Dense(padded=False)`; "padded" is `Dense(padded=True)`. "rank" sends a
-token once to a rank that holds several of its experts (DeepEP and others). "all_gather" needs no routing at
-all: the experts' outputs come home by a reduce-scatter, counted as every rank sending its partial sum of a
-token to each TP rank of its group.
+"sparse" is `AllToAll`, also over `Dense(padded=False)`; "padded" is `Dense(padded=True)`. "rank" sends a token once
+to a rank that holds several of its experts (DeepEP and others). "all_gather" needs no routing at all: the experts'
+outputs come home by a reduce-scatter, counted as every rank sending its partial sum of a token to each TP rank of its
+group.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ def traffic(spec: ExchangeSpec, ids_by_group: Sequence[np.ndarray]) -> dict[str,
     by_group = np.arange(ep) // tp == np.arange(spec.parallel.dp)[:, None]  # [dp, ep]
 
     def home(sent: np.ndarray) -> np.ndarray:
-        """Rows that each rank sends home, from what the ranks of each group sent it: to every TP rank but
-        itself."""
+        """Rows that each rank sends home, from what the ranks of each group sent it: to every TP rank but itself."""
         return ((by_group @ sent) * (tp - by_group)).sum(0)
 
     counts = (ep - 1) * spec.header_bytes
@@ -67,12 +65,8 @@ def traffic(spec: ExchangeSpec, ids_by_group: Sequence[np.ndarray]) -> dict[str,
     sums = home(np.broadcast_to(shares[:, None], (ep, ep)))
     padded = np.full(ep, ep - 1)
     return {
-        "sparse": Traffic(
-            counts + (rows * remote).sum(1) * spec.wire_row_bytes, home(rows) * spec.output_row_bytes
-        ),
-        "rank": Traffic(
-            counts + (tokens * remote).sum(1) * with_routing, home(tokens) * spec.output_row_bytes
-        ),
+        "sparse": Traffic(counts + (rows * remote).sum(1) * spec.wire_row_bytes, home(rows) * spec.output_row_bytes),
+        "rank": Traffic(counts + (tokens * remote).sum(1) * with_routing, home(tokens) * spec.output_row_bytes),
         "padded": Traffic(
             padded * (padded_bytes(spec, "counts") + padded_bytes(spec, "rows")),
             padded * padded_bytes(spec, "outputs"),

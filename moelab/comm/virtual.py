@@ -3,8 +3,8 @@
     world = VirtualRanks(4)
     exchanges = [AllToAll(ParallelConfig(dp=4), 16, 2, 64, 8, group=world.rank(i)) for i in range(4)]
 
-A send puts the message in the mailbox and returns, so one thread may play all ranks in turn (each half on
-every rank, then the next half), or each rank may have a thread: a receive waits until its messages are there.
+A send puts the message in the mailbox and returns, so one thread may play all ranks in turn (each half on every rank,
+then the next half), or each rank may have a thread: a receive waits until its messages are there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What moves bytes between ranks, as narrow as it can be: `Wire`. Packing and unpacking know nothing of
-transports.
+"""What moves bytes between ranks, as narrow as it can be: `Wire`. Packing and unpacking know nothing of transports.
 
-A message is named by its `Tag`: the number of the exchange and what it carries. Per tag a rank calls, in this
-order, `send` (once), `post` (once, with the sizes it will get), `wait`; and `drain` when the exchange ends.
-Messages of zero bytes do not exist: neither side mentions them. Nothing goes through the wire from a rank to
-itself.
+A message is named by its `Tag`: the number of the exchange and what it carries. Per tag a rank calls, in this order,
+`send` (once), `post` (once, with the sizes it will get), `wait`; and `drain` when the exchange ends. Messages of zero
+bytes do not exist: neither side mentions them. Nothing goes through the wire from a rank to itself.
 """
 
 from __future__ import annotations
@@ -35,15 +33,13 @@ class Wire(Protocol):
     sent_bytes: int  # to other ranks, so far
 
     def send(self, tag: Tag, messages: dict[int, Tensor]) -> None:
-        """Hand over {peer: message} and return at once. The wire keeps the tensors alive until they have
-        left."""
+        """Hand over {peer: message} and return at once. The wire keeps the tensors alive until they have left."""
 
     def post(self, tag: Tag, sizes: dict[int, int]) -> None:
-        """Say what will come: {peer: bytes}. Returns at once, except on a wire of collectives."""
+        """Say what will come: {peer: bytes}. Returns at once."""
 
     def wait(self, tag: Tag, deadline: float) -> dict[int, Tensor]:
-        """{peer: message} for every posted size, all arrived; or `WireError` once `deadline` (monotonic) has
-        passed."""
+        """{peer: message} for every posted size, all arrived; or `WireError` once `deadline` (monotonic) has passed."""
 
     def drain(self, tag: Tag, deadline: float) -> None:
         """Wait until our own messages of this tag have left, so that their memory is free again."""

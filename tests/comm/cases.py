@@ -30,9 +30,7 @@ def send(rank: Rank, a2a: AllToAll, s: Scenario, **options) -> Handle:
     return h
 
 
-def experts(
-    s: Scenario, rank: int, h: Handle, rows: Tensor, row_scales: Tensor | None, counts: Tensor
-) -> Tensor:
+def experts(s: Scenario, rank: int, h: Handle, rows: Tensor, row_scales: Tensor | None, counts: Tensor) -> Tensor:
     """Outputs of this rank's experts; NaN beyond the counts, as are the results of uninitialised rows."""
     y = torch.full(s.spec.rows_shape, torch.nan, dtype=s.spec.output_dtype, device=rows.device)
     values = s.received(rows, row_scales)
@@ -76,9 +74,7 @@ def receive(rank: Rank, a2a: AllToAll, s: Scenario, h: Handle, poisoned: bool = 
         assert sum(n >= 0 for n in layout) == used.sum()
     if poisoned:
         assert is_nan(flat)[~used.to(flat.device)].all(), "a row beyond the counts was written"
-        assert raw is None or is_nan(raw)[~used.to(flat.device)].all(), (
-            "a scale beyond the counts was written"
-        )
+        assert raw is None or is_nan(raw)[~used.to(flat.device)].all(), "a scale beyond the counts was written"
     y = experts(s, rank.index, h, rows, row_scales, counts)
     nan_(rows)
     nan_(row_scales)

@@ -1,8 +1,8 @@
 """Ranks that stay: threads over `VirtualRanks`, or processes over torch.distributed, behind one interface.
 
-A case is a module-level function of a `Rank` and picklable arguments. A pool runs it on some ranks and hands
-back what each returned. Starting processes costs seconds, so one pool of each kind serves all tests; a case
-makes and closes its own exchanges.
+A case is a module-level function of a `Rank` and picklable arguments. A pool runs it on some ranks and hands back
+what each returned. Starting processes costs seconds, so one pool of each kind serves all tests; a case makes and
+closes its own exchanges.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def _serve_process(index: int, size: int, sizes: tuple[int, ...], kind: str, sto
 class ProcessPool(Pool):
     def __init__(self, kind: str, size: int, sizes: tuple[int, ...], folder: str) -> None:
         self.kind, self.size, self.sizes = kind, size, sizes
-        # A server that has imported torch once forks the ranks: one import instead of `size`. It never
-        # touches a GPU itself, so its children may.
+        # A server that has imported torch once forks the ranks: one import instead of `size`. It never touches a GPU
+        # itself, so its children may.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "moelab.comm", "tests.comm.cases"])
         self._pipes, self._processes, self._waiting = [], [], []

@@ -40,8 +40,8 @@ def test_virtual_ranks_count_the_same_bytes(virtual_pool):
 
 
 def test_traffic_of_one_token_by_hand():
-    # Two ranks in each of two DP groups, two experts on each rank. Rank 0 sends one token to experts 2 and 3
-    # on rank 1 and to expert 4 on rank 2.
+    # Two ranks in each of two DP groups, two experts on each rank. Rank 0 sends one token to experts 2 and 3 on rank
+    # 1 and to expert 4 on rank 2.
     s = Scenario(dp=2, tp=2, num_experts=8, top_k=3, hidden=64, max_tokens=2, tokens=(1, 0), payload="bf16")
     counted = traffic(s.spec, [np.array([[2, 3, 4]]), np.zeros((0, 3), int)])
     header, row, out = 3 * 4 * 3, 128 + 4, 128  # to three ranks: has_work and two counts

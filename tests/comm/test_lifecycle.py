@@ -81,9 +81,7 @@ def wrong_order(rank: Rank, s: Scenario) -> None:
     with s.construct(rank) as a2a, s.construct(rank) as other:
         out = torch.empty_like(cases.mine(rank, s).x)
         h = cases.send(rank, a2a, s)
-        with pytest.raises(
-            CommError, match="all_idle of exchange 0 is not known yet: call dispatch_recv first"
-        ):
+        with pytest.raises(CommError, match="all_idle of exchange 0 is not known yet: call dispatch_recv first"):
             _ = h.all_idle
         for call in (lambda: a2a.combine_send(h, y), lambda: a2a.combine_recv(h, out)):
             with pytest.raises(CommError, match="out of order: its next half is dispatch_recv"):

@@ -56,8 +56,7 @@ def test_illegal_specs_say_what_is_legal(change, words):
 )
 def test_segments_are_aligned_disjoint_and_fit(counts, top_k, data):
     local = len(counts)
-    # A batch that can produce these counts: no expert has more than dp·M rows, no token more than min(K, L)
-    # rows.
+    # A batch that can produce these counts: no expert has more than dp·M rows, no token more than min(K, L) rows.
     top_k = min(top_k, local)
     rows = max(max(counts), -(-sum(counts) // top_k), 1) + data.draw(st.integers(0, 50))
     spec = ExchangeSpec(ParallelConfig(), local, top_k, 64, rows, layout="contiguous_128")

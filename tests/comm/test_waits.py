@@ -17,9 +17,7 @@ from tests.comm.pool import Rank
 from tests.comm.scenario import Scenario
 from tests.conftest import SEED
 
-WITHHELD_S = (
-    0.6  # how long we watch the receives not return; far above the microseconds that an exchange takes
-)
+WITHHELD_S = 0.6  # how long we watch the receives not return; far above the microseconds that an exchange takes
 LIMIT_S = 1.0
 
 
@@ -170,7 +168,7 @@ def test_group_of_another_size_is_refused(gloo_pool):
         AllToAll(ParallelConfig(), 16, 2, 64, 8, group=VirtualRanks(2).rank(0))
     with pytest.raises(ConfigError, match="group is a str: legal are"):
         AllToAll(ParallelConfig(), 16, 2, 64, 8, group="gloo")
-    with pytest.raises(CommError, match="torch.distributed is not initialised .*call init_process_group"):
+    with pytest.raises(CommError, match="torch.distributed is not initialised: call init_process_group"):
         AllToAll(ParallelConfig(), 16, 2, 64, 8)
 
 
