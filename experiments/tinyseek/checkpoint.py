@@ -1,8 +1,10 @@
-"""tinyseek on disk: the Hugging Face layout of a DeepSeek-V3 checkpoint, with block-FP8 weights, and its byte tokenizer.
+"""tinyseek on disk: the Hugging Face layout of a DeepSeek-V3 checkpoint, with block-FP8 weights, and its byte
+tokenizer.
 
-Names and dtypes are the hub's: `.weight` in e4m3 with an fp32 `.weight_scale_inv` per 128 x 128 block (ceil-divided: kv_a's
-576 rows have 5), one tensor per expert and projection, the MTP layer as layer `num_hidden_layers`; embedding, head, norms,
-gate and eh_proj in bf16, the routing bias in fp32. Unlike the hub's, the MTP layer carries no copies of embedding and head.
+Names and dtypes are the hub's: `.weight` in e4m3 with an fp32 `.weight_scale_inv` per 128 x 128 block
+(ceil-divided: kv_a's 576 rows have 5), one tensor per expert and projection, the MTP layer as layer
+`num_hidden_layers`; embedding, head, norms, gate and eh_proj in bf16, the routing bias in fp32. Unlike the
+hub's, the MTP layer carries no copies of embedding and head.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ SPECIAL = {"<|bos|>": 256, "<|eos|>": 257}
 def hf_config(c: Config) -> dict:
     """config.json in the hub's spelling."""
     d = asdict(c)
-    for key in ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+    original = "original_max_position_embeddings"
+    for key in ("rope_factor", original, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         d.pop(key)
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -113,6 +116,7 @@ def save(model: TinySeek, folder: Path) -> None:
     """Write config, generation config, weights and tokenizer into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state_dict(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600
     ids = {"bos_token_id": model.c.bos_token_id, "eos_token_id": model.c.eos_token_id}
     for name, content in (("config", hf_config(model.c)), ("generation_config", {**ids, "do_sample": False})):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -147,8 +151,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> TinySeek:
 def load_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """transformers' DeepseekV3ForCausalLM (eager attention) with the checkpoint's dequantised weights, on the CPU.
 
-    The weights go through a state dict, since transformers' own FP8 path quantises activations and wants a GPU. It holds
-    the routed experts stacked: gate_up_proj [E, 2I, H] and down_proj [E, H, I]; the MTP layer it does not hold.
+    The weights go through a state dict, since transformers' own FP8 path quantises activations and wants a GPU. The
+    routed experts are stacked there: gate_up_proj [E, 2I, H] and down_proj [E, H, I]; the MTP layer it does not hold.
     """
     from transformers import AutoConfig, DeepseekV3ForCausalLM
 
@@ -173,8 +177,8 @@ def load_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Mo
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte in the byte-level scheme of GPT-2's tokenizer: bytes that Latin-1 prints stand
-    for themselves, the others for the code points from 256 on, in order."""
+    """The printable stand-in of each byte in the byte-level scheme of GPT-2's tokenizer: bytes that Latin-1 prints
+    stand for themselves, the others for the code points from 256 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return {chr(b if b in printable else next(others)): b for b in range(256)}

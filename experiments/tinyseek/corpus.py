@@ -2,19 +2,22 @@
 
 What is in: every `*.py` below `Lib` that a person wrote. What is out, and why:
 
-* `test`, `tests`, `idlelib`, `idle_test`, `lib2to3`, `site-packages`, `__pycache__`: not the library, or not CPython's own;
+* `test`, `tests`, `idlelib`, `idle_test`, `lib2to3`, `site-packages`, `__pycache__`: not the library, or not
+  CPython's own;
 * `lib-dynload`, `config-*`, `_sysconfigdata*`: made by the build, different on every machine;
-* generated tables, which are data in the shape of code and would be learnt by rote: `pydoc_data`, the charmap codecs
-  (any file of `encodings` that assigns `decoding_table` or `decoding_map`), and the files of `GENERATED`;
+* generated tables, which are data in the shape of code and would be learnt by rote: `pydoc_data`, the charmap
+  codecs (any file of `encodings` that assigns `decoding_table` or `decoding_map`), and the files of
+  `GENERATED`;
 * empty files.
 
 How it is split (fixed before any training): files in the order of the SHA-256 of their path relative to `Lib`
-(POSIX separators, UTF-8). Files above 64 KiB are never held out. Walking in that order, files go to *heldout* until the
-next one would push its total above 256 KiB; from there on in the same way to *valid*; everything else is *train*. Held-out
-files judge the final checkpoint and nothing else; valid files choose between runs.
+(POSIX separators, UTF-8). Files above 64 KiB are never held out. Walking in that order, files go to *heldout*
+until the next one would push its total above 256 KiB; from there on in the same way to *valid*; everything else
+is *train*. Held-out files judge the final checkpoint and nothing else; valid files choose between runs.
 
-The pack is an xz stream: one line of JSON (`{split: [[path, size], ...]}`, paths sorted) and the bytes of the files in that
-order. Each split's SHA-256 runs over `path NUL size NUL bytes` of its files; the three are pinned in `PINNED`.
+The pack is an xz stream: one line of JSON (`{split: [[path, size], ...]}`, paths sorted) and the bytes of the
+files in that order. Each split's SHA-256 runs over `path NUL size NUL bytes` of its files; the three are pinned
+in `PINNED`.
 
     python experiments/tinyseek/corpus.py --python ~/.pyenv/versions/3.13.0/bin/python --out corpus.xz --heldout DIR
 """
@@ -155,7 +158,8 @@ def read_heldout(folder: Path) -> dict[str, bytes]:
 def lib_of(python: str) -> Path:
     """The `Lib` folder of the interpreter `python`, which must be CPython `CPYTHON`."""
     code = "import platform, sysconfig; print(platform.python_version()); print(sysconfig.get_path('stdlib'))"
-    version, lib = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.split("\n")[:2]
+    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    version, lib = done.stdout.split("\n")[:2]
     if version != CPYTHON:
         raise CorpusError(f"{python} is CPython {version}; the corpus is pinned to {CPYTHON}")
     return Path(lib)

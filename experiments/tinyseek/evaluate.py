@@ -1,17 +1,21 @@
 """How good tinyseek is on the held-out files: bits per byte, MTP acceptance, expert load.
 
-*Bits per byte.* Every byte of every file is predicted once. A file is `<|bos|>` and its bytes; windows of `context` tokens
-start every `stride` tokens, and a window scores the bytes that no earlier window scored. So a byte sees between
-`context - stride` and `context` tokens before it, fewer only near the file's start. The mean of -log2 p over the bytes of
-all files is compared with `xz -9` (liblzma, xz container, preset 9) of the files' concatenation in path order.
+*Bits per byte.* Every byte of every file is predicted once. A file is `<|bos|>` and its bytes; windows of
+`context` tokens start every `stride` tokens, and a window scores the bytes that no earlier window scored. So a
+byte sees between `context - stride` and `context` tokens before it, fewer only near the file's start. The mean
+of -log2 p over the bytes of all files is compared with `xz -9` (liblzma, xz container, preset 9) of the files'
+concatenation in path order.
 
-*MTP acceptance, greedy* (a draft of one token). A decode step at position i has the main model's own token t' for i+1; the
-MTP head drafts i+2 from h_i and t'; the draft is accepted if it is what the main model then chooses. Two readings:
+*MTP acceptance, greedy* (a draft of one token). A decode step at position i has the main model's own token t'
+for i+1; the MTP head drafts i+2 from h_i and t'; the draft is accepted if it is what the main model then
+chooses. Two readings:
 
-* `mtp_acceptance`: as in a decode. Continuations of held-out prefixes are generated greedily by the main model alone; on
-  such text t' is the text, so one pass over it gives exactly the drafts and choices of a speculative decode.
-* `mtp_acceptance_text`: on the held-out text itself, at the positions where t' equals the text (elsewhere the draft is made
-  from a token that the text does not continue). Exact at these positions; they are the easier ones.
+* `mtp_acceptance`: as in a decode. Continuations of held-out prefixes are generated greedily by the main model
+  alone; on such text t' is the text, so one pass over it gives exactly the drafts and choices of a speculative
+  decode.
+* `mtp_acceptance_text`: on the held-out text itself, at the positions where t' equals the text (elsewhere the
+  draft is made from a token that the text does not continue). Exact at these positions; they are the easier
+  ones.
 
 *Expert load.* Tokens per expert and MoE layer over the held-out windows; max/mean is 1 when balanced.
 
@@ -78,7 +82,8 @@ def bits_per_byte(
 ) -> float:  # fmt: skip
     """Mean -log2 p of the bytes of the files; `logits` maps tokens [b, S] to [b, S, V]."""
     nats, count = 0.0, 0
-    for tokens, scored in tqdm(list(batches(files, c, context, stride, size, device)), disable=not progress, desc="bpb"):
+    parts = list(batches(files, c, context, stride, size, device))
+    for tokens, scored in tqdm(parts, disable=not progress, desc="bpb", mininterval=2):
         loss = F.cross_entropy(logits(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         nats += loss[scored[:, 1:].flatten()].double().sum().item()
         count += int(scored.sum())
@@ -95,7 +100,9 @@ def drafts(model: TinySeek, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return model.head(h).argmax(-1), model.head(u).argmax(-1)
 
 
-def acceptance_on_text(model: TinySeek, files: Files, device: torch.device, context: int, stride: int) -> tuple[int, int]:
+def acceptance_on_text(
+    model: TinySeek, files: Files, device: torch.device, context: int, stride: int
+) -> tuple[int, int]:
     """(accepted, drafts) of `mtp_acceptance_text`."""
     accepted = total = 0
     for tokens, scored in batches(files, model.c, context, stride, 32, device):
@@ -203,7 +210,7 @@ def main() -> int:
     parser.add_argument("--oracle", action="store_true", help="also with transformers' DeepseekV3ForCausalLM")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--context", type=int, default=1024, help="longest context in tokens; the stride is half of it")
-    parser.add_argument("--limit", type=int, help="only the first LIMIT bytes of each file (quick look, never recorded)")
+    parser.add_argument("--limit", type=int, help="only the first LIMIT bytes of each file (a look, never recorded)")
     parser.add_argument("--records", type=Path, help="append records below this folder")
     args = parser.parse_args()
     if args.limit and args.records:

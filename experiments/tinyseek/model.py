@@ -1,15 +1,17 @@
 """tinyseek, shaped for training: DeepSeek-V3's architecture, every expert computed, attention as plain MHA.
 
-The mathematics is exactly the checkpoint's (moelab.model and transformers read it and agree); the shape of the computation
-is the one that trains fastest at this size:
+The mathematics is exactly the checkpoint's (moelab.model and transformers read it and agree); the shape of the
+computation is the one that trains fastest at this size:
 
-* 16 experts of width 128 make one wide MLP of width 2048. Computing all of them as three dense GEMMs and multiplying the
-  hidden activations of expert e by its routing weight (zero where the token did not choose e) costs 4x the FLOP of the
-  top-4 and no gather, scatter or synchronisation. Gradients are those of the sparse computation.
-* MLA is expanded to ordinary multi-head attention over the whole sequence, so that one fused causal kernel runs it.
-* Weights that the checkpoint holds in block FP8 see their own quantisation in the last part of the training: the forward
-  pass uses `w + delta`, where `delta = dequantise(quantise(w)) - w` is refreshed after each step and has no gradient
-  (straight-through). Until then delta is zero, so the compiled graph is one and the same.
+* 16 experts of width 128 make one wide MLP of width 2048. Computing all of them as three dense GEMMs and
+  multiplying the hidden activations of expert e by its routing weight (zero where the token did not choose e)
+  costs 4x the FLOP of the top-4 and no gather, scatter or synchronisation. Gradients are those of the sparse
+  computation.
+* MLA is expanded to ordinary multi-head attention over the whole sequence, so that one fused causal kernel runs
+  it.
+* Weights that the checkpoint holds in block FP8 see their own quantisation in the last part of the training:
+  the forward pass uses `w + delta`, where `delta = dequantise(quantise(w)) - w` is refreshed after each step
+  and has no gradient (straight-through). Until then delta is zero, so the compiled graph is one and the same.
 
 Symbols: B sequences, S positions, T = B·S tokens, H hidden, E experts, I expert width, V vocabulary.
 """
@@ -87,7 +89,7 @@ SMOKE = Config(  # the same architecture, small enough for seconds on a CPU; rag
 
 
 def quantise_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Block FP8 of w [..., N, K] -> (e4m3 [..., N, K], fp32 scale [..., ceil(N/128), ceil(K/128)]); w ≈ e4m3 · scale."""
+    """Block FP8 of w [..., N, K] -> (e4m3 [..., N, K], fp32 scale [..., ceil(N/128), ceil(K/128)]); w ≈ product."""
     n, k = w.shape[-2:]
     padded = F.pad(w.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))  # [..., N/128, 128, K/128, 128]
@@ -201,8 +203,8 @@ class MLP(nn.Module):
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """bool, x's shape: the k largest of the last dimension; on ties the lower index wins. Counting who is ahead costs n²
-    compares a row, which the compiler fuses into its neighbours; topk and scatter are kernels of their own."""
+    """bool, x's shape: the k largest of the last dimension; on ties the lower index wins. Counting who is ahead costs
+    n² compares a row, which the compiler fuses into its neighbours; topk and scatter are kernels of their own."""
     index = torch.arange(x.shape[-1], device=x.device)
     mine, other = x.unsqueeze(-1), x.unsqueeze(-2)
     ahead = (other > mine) | ((other == mine) & (index < index.unsqueeze(-1)))
@@ -275,7 +277,7 @@ class Layer(nn.Module):
 
 
 def run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, dropout: float):
-    """`layer(...)` as a plain function: compiled, it is compiled once for all layers of a kind, and not for each one."""
+    """`layer(...)` as a plain function: compiled, it is compiled once for all layers of a kind, not for each."""
     return layer(x, cos, sin, dtype, dropout)
 
 
@@ -291,7 +293,7 @@ class MTP(nn.Module):
         self.shared_head_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def join(self, h: Tensor, following: Tensor, dtype: torch.dtype) -> Tensor:
-        """h [B, S, H] after model.norm, following [B, S, H] embeddings of t_{i+1} -> the layer's input [B, S, H] fp32."""
+        """h [B, S, H] after model.norm, following [B, S, H] embeddings of t_{i+1} -> the layer's input, fp32."""
         return self.eh_proj(torch.cat((self.enorm(following, dtype), self.hnorm(h, dtype)), dim=-1)).float()
 
 

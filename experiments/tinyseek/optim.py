@@ -1,9 +1,10 @@
 """Muon for the matrices, AdamW for the rest.
 
-Muon (K. Jordan, 2024) replaces a matrix's momentum M = U S Vᵀ by about U Vᵀ: every direction is stepped equally far. Five
-Newton-Schulz iterations do it without an SVD. Scaled by 0.2·sqrt(max(rows, columns)) its entries have the RMS of an AdamW
-step (Moonshot's Moonlight report, 2025), so that both optimisers share one learning rate and one weight decay. Matrices of
-one shape, the experts of all layers above all, are one batch of the iteration.
+Muon (K. Jordan, 2024) replaces a matrix's momentum M = U S Vᵀ by about U Vᵀ: every direction is stepped equally
+far. Five Newton-Schulz iterations do it without an SVD. Scaled by 0.2·sqrt(max(rows, columns)) its entries have
+the RMS of an AdamW step (Moonshot's Moonlight report, 2025), so that both optimisers share one learning rate
+and one weight decay. Matrices of one shape, the experts of all layers above all, are one batch of the
+iteration.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def orthogonalise(m: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon:
-    """Muon with Nesterov momentum 0.95 and decoupled weight decay over parameters of two or more dimensions (the leading
-    ones count separate matrices)."""
+    """Muon with Nesterov momentum 0.95 and decoupled weight decay over parameters of two or more dimensions (the
+    leading ones count separate matrices)."""
 
     def __init__(self, params: list[nn.Parameter], momentum: float = 0.95):
         shapes: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)

@@ -2,14 +2,14 @@
 
     python experiments/tinyseek/train.py --corpus corpus.xz --out DIR [--device cuda]
 
-`DIR` receives the checkpoint in HF layout, `curve.csv` (the loss curve) and `training.json` (settings and final numbers).
-Everything random comes from `--seed`; on a GPU two runs still differ in the last bits, since fused attention adds up its
-gradients in no fixed order.
+`DIR` receives the checkpoint in HF layout, `curve.csv` (the loss curve) and `training.json` (settings and final
+numbers). Everything random comes from `--seed`; on a GPU two runs still differ in the last bits, since fused
+attention adds up its gradients in no fixed order.
 
-Schedule: warm-up, constant rate, linear decay to zero over the last `--decay` of the steps. FP8 rounding is in the forward
-pass over the last `--fp8` of them, at a rate that is falling already. With `--max-minutes` the number of steps is cut (and
-the cut reported) when the speed seen so far would not make it; since the rate is constant until the decay, the run is
-then simply a shorter one.
+Schedule: warm-up, constant rate, linear decay to zero over the last `--decay` of the steps. FP8 rounding is in
+the forward pass over the last `--fp8` of them, at a rate that is falling already. With `--max-minutes` the
+number of steps is cut (and the cut reported) when the speed seen so far would not make it; since the rate is
+constant until the decay, the run is then simply a shorter one.
 
 `--smoke` runs all of it in under a minute on a CPU, with a small model, and proves nothing but that it runs.
 """
@@ -25,6 +25,7 @@ import sys
 import time
 from pathlib import Path
 
+import card
 import checkpoint
 import corpus
 import evaluate
@@ -54,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--warmup", type=int, default=200, help="steps")
     p.add_argument("--decay", type=float, default=0.5, help="share of the steps with a falling rate")
     p.add_argument("--fp8", type=float, default=0.2, help="share of the steps with FP8 weights in the forward pass")
-    p.add_argument("--mtp-weight", type=float, nargs=2, default=(0.3, 0.1), help="MTP loss weight, before and in the decay")
+    p.add_argument("--mtp-weight", type=float, nargs=2, default=(0.3, 0.1), help="MTP loss weight, before and in decay")
     p.add_argument("--bias-rate", type=float, default=1e-3, help="step of the routing bias; falls with the rate")
     p.add_argument("--eval-every", type=int, default=500, help="steps between evaluations on valid and held-out files")
     p.add_argument("--max-minutes", type=float, help="cut the number of steps to stay below, evaluation not counted in")
@@ -213,7 +214,8 @@ def train(args: argparse.Namespace, data: corpus.Corpus) -> tuple[TinySeek, dict
                     raise FloatingPointError(f"the loss is {bits[0]} at step {step}; try a lower --lr than {args.lr}")
     minutes = (time.monotonic() - budget.start) / 60
     return model, {
-        "steps": step, "minutes": round(minutes, 2), "epochs": round(step * args.batch * args.sequence / chunks.tokens_per_epoch, 2),
+        "steps": step, "minutes": round(minutes, 2),
+        "epochs": round(step * args.batch * args.sequence / chunks.tokens_per_epoch, 2),
         "parameters": sum(p.numel() for p in params), "train_bits": bits[0], "valid_bits_per_byte": valid,
     }  # fmt: skip
 
@@ -236,9 +238,10 @@ def main() -> int:
     report = {"seed": args.seed, "settings": settings, **summary, **result, "torch": torch.__version__}
     report["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    card.write(args.out)
+    print(json.dumps({k: v for k, v in report.items() if k not in ("settings", "expert_load")}, indent=2))
     if args.records:
         evaluate.write_records(result, args.records, device, args.seed)
-    print(json.dumps({k: v for k, v in report.items() if k not in ("settings", "expert_load")}, indent=2))
     return 0
 
 
