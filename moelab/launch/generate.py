@@ -145,8 +145,8 @@ def _encode(tokenizer, text: str, max_tokens: int, config: ModelConfig) -> list[
     limit = config.max_position_embeddings
     if len(ids) + max_tokens > limit:
         raise ConfigError(
-            f"a prompt of {len(ids)} tokens and max-tokens {max_tokens} make {len(ids) + max_tokens}, more than "
-            f"the model's {limit} positions: shorten the prompt, or give fewer max-tokens"
+            f"{len(ids)} prompt tokens and max-tokens {max_tokens} exceed the model's {limit} positions: "
+            "shorten the prompt, or give fewer max-tokens"
         )
     return ids
 

@@ -95,7 +95,11 @@ class Hub:
             data = link.recv(1 << 16)
         except ConnectionError:
             data = b""
-        *lines, peer.rest = (peer.rest + data).split(b"\n")
+        peer.chunks.append(data)
+        lines = []
+        if b"\n" in data:  # joined only then: a message of megabytes comes in many chunks
+            *lines, rest = b"".join(peer.chunks).split(b"\n")
+            peer.chunks = [rest]
         for line in lines:
             message = json.loads(line)
             if peer.rank is None:
@@ -110,8 +114,8 @@ class Hub:
 
 
 class _Peer:
-    """One open link: who it is, and the part of a line that has come so far."""
+    """One open link: who it is, and the chunks that have come so far of its next line."""
 
     def __init__(self) -> None:
         self.rank: int | None = None
-        self.rest = b""
+        self.chunks: list[bytes] = []
