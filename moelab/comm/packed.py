@@ -166,7 +166,8 @@ class PackedBackend:
 
     def _slot(self, slot: int) -> tuple[Tensor, Tensor | None]:
         if slot not in self._buffers:
-            self._buffers[slot] = empty_rows(self.spec, self.device), empty_scales(self.spec, self.device)
+            with torch.inference_mode(False):  # a buffer born in inference mode could not be written outside it
+                self._buffers[slot] = empty_rows(self.spec, self.device), empty_scales(self.spec, self.device)
         return self._buffers[slot]
 
     def _deadline(self) -> float:

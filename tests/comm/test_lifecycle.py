@@ -291,6 +291,18 @@ def test_num_tokens_replaces_the_length(pool):
     pool.run(fewer_tokens, s, ranks=s.ep)
 
 
+def in_and_out_of_inference_mode(rank: Rank, s: Scenario) -> None:
+    with s.construct(rank, slots=1) as a2a:
+        with torch.inference_mode():
+            first = cases.whole(rank, a2a, s)
+        assert same_bits(cases.whole(rank, a2a, s), first)
+
+
+def test_inference_mode_may_change_between_exchanges(pool):
+    s = scenario(pool)
+    pool.run(in_and_out_of_inference_mode, s, ranks=s.ep)
+
+
 # ---- instances
 
 
