@@ -1,0 +1,1 @@
+"""Timing what runs, into Records."""
