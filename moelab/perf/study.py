@@ -89,7 +89,8 @@ def _memory() -> list[Statement]:
     said = number("memory", "requests that fit")
     return [
         _true("671 GB in FP8 do not fit 8 × 80 GB", 640, whole, "GB", whole > 640),
-        _true("they do fit 8 × 141 GB", 1128, whole, "GB", whole < 1128),
+        _true("they do fit 8 × 141 GB", 1128, 8 * weights, "GB", 8 * weights < 1128,
+              "with what every GPU repeats, and the MTP layer"),
         _within("EP8 DP8 TP1: weights per GPU", number("memory", "weights per GPU"), weights, "GB", 0.05,
                 "with the MTP layer"),
         _within("leaves for KV and activations", number("memory", "left for KV"), 141 - weights, "GB", 0.05),
@@ -110,7 +111,7 @@ def _experts() -> list[Statement]:
     all_tp8 = experts.active_experts(tokens, v3, tp8) * 8
     busy = experts.active_experts(many, v3, ep8)
     local = v3.n_routed_experts / ep128.ep
-    attention, repeated = params.attention_params(v3), params.repeated_attention_params(v3)
+    shapes = {c.name: c.params for c in params.components(v3) if c.part == "attention" and not c.mtp}
     found = [
         _within("EP8 DP1 TP8, batch 1: tokens in all", number("pareto", "tokens in the whole batch"), tokens,
                 "tokens", 0, "so a batch counts one DP group, not one GPU"),
@@ -123,9 +124,9 @@ def _experts() -> list[Statement]:
         _within("EP8, large batch: active experts per GPU", number("pareto", "active experts per GPU, large"),
                 busy, "experts", 0.01, "at batch 128"),
         _within("EP128: experts per GPU", number("pareto", "experts per GPU"), local, "experts", 0),
-        Statement("TP repeats kv_a, the latent cache and kv_b", attention, repeated, "parameters", DIFFERS,
-                  f"kv_a and the cache: yes, and q_a; together {repeated / attention:.0%} of attention's weights. "
-                  "kv_b, split in k and v, is cut by heads"),
+        Statement("TP repeats kv_a and kv_b (and the latent cache)", (shapes["kv_a"] + shapes["kv_b"]) / 1e6,
+                  (shapes["kv_a"] + shapes["q_a"]) / 1e6, "M", DIFFERS,
+                  "parameters a layer. kv_b, split in k and v, is cut by heads; q_a is repeated, and so is the cache"),
     ]  # fmt: skip
     for parallel in (ep8, ep128):
         said = number("roofline", "mean tokens per expert m, figure text", ep=parallel.ep)

@@ -1,0 +1,33 @@
+"""Figures in one style: light, one colour per backend and per EP everywhere, axes as "quantity [unit]".
+
+Every function draws on axes that it is given or returns a figure of its own; none computes what it shows. matplotlib
+and seaborn are imported when something is drawn, not before.
+"""
+
+from __future__ import annotations
+
+from .charts import curves, lengths, spread, stacked
+from .deployment import draw_deployment
+from .exchange import draw_barrier, draw_regions, matrix
+from .layer import draw_layer, draw_schedules
+from .style import backend_color, category_color, ep_color, figure, label, roof, show_table
+
+__all__ = [
+    "backend_color",
+    "category_color",
+    "curves",
+    "draw_barrier",
+    "draw_deployment",
+    "draw_layer",
+    "draw_regions",
+    "draw_schedules",
+    "ep_color",
+    "figure",
+    "label",
+    "lengths",
+    "matrix",
+    "roof",
+    "show_table",
+    "spread",
+    "stacked",
+]
