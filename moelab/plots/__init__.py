@@ -6,11 +6,11 @@ and seaborn are imported when something is drawn, not before.
 
 from __future__ import annotations
 
-from .charts import curves, lengths, spread, stacked
+from .charts import curves, grouped_lengths, spread, spread_band, stacked
 from .deployment import draw_deployment
 from .exchange import draw_barrier, draw_regions, matrix
 from .layer import draw_layer, draw_schedules
-from .style import backend_color, category_color, ep_color, figure, label, roof, show_table
+from .style import backend_color, category_color, ep_color, figure, label, roof, show_table, verdict_style
 
 __all__ = [
     "backend_color",
@@ -23,11 +23,13 @@ __all__ = [
     "draw_schedules",
     "ep_color",
     "figure",
+    "grouped_lengths",
     "label",
-    "lengths",
     "matrix",
     "roof",
     "show_table",
     "spread",
+    "spread_band",
     "stacked",
+    "verdict_style",
 ]

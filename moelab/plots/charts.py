@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .style import INK, PAINT, SOFT, backend_color
+from .style import PAINT, SOFT, backend_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,26 +48,36 @@ def curves(
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
-def lengths(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str, log: bool = False) -> None:
-    """{bar: {part: value}} as horizontal stacked bars, the first on top, totals at their ends."""
-    names = list(bars)
+def grouped_lengths(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str = "") -> None:
+    """{group: {part: value}} as horizontal bars side by side on a logarithmic axis, the first group on top, values at
+    their ends; a part that is 0 says so."""
+    groups = list(bars)
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
-    base = np.zeros(len(bars))
-    for part, color in zip(parts, PAINT, strict=False):
-        values = np.array([bars[name].get(part, 0.0) for name in names])
-        ax.barh(names, values, left=base, label=part, color=color, **BAR)
-        base += values
-    for i, total in enumerate(base):
-        ax.annotate(f"{total:,.3g} {unit}" if total < 1000 else f"{total:,.0f} {unit}", (total, i), (4, 0),
-                    textcoords="offset points", va="center", fontsize=9.5, color=INK)  # fmt: skip
+    top = max(value for bar in bars.values() for value in bar.values())
+    bottom = min(value for bar in bars.values() for value in bar.values() if value > 0) / 2
+    height = 0.8 / len(parts)
+    for i, (part, color) in enumerate(zip(parts, PAINT, strict=False)):
+        values = np.array([bars[group].get(part, 0.0) for group in groups])
+        at = np.arange(len(groups)) + (i - (len(parts) - 1) / 2) * height
+        ax.barh(at, np.maximum(values, 0), label=part, color=color, height=height, **BAR)
+        for y, value in zip(at, values, strict=True):
+            text = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+            ax.annotate(f"{text} {unit}".strip() if value else "0", (max(value, bottom), y), (3, 0),
+                        textcoords="offset points", va="center", fontsize=8, color=SOFT)  # fmt: skip
+    ax.set_yticks(range(len(groups)), groups)
+    ax.set_xscale("log")
+    ax.set_xlim(bottom, top * 3)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    if log:
-        ax.set_xscale("log")
-    else:
-        ax.set_xlim(0, base.max() * 1.16)
-    if len(parts) > 1:
-        ax.legend(loc="lower right")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+
+
+def spread_band(ax: Axes, x: Sequence[float], records: Sequence[Record], name: str, color: str) -> None:
+    """Medians of records over `x`, each with a bar from p20 to p80, beside curves that are drawn already."""
+    middle, low, high = (np.array([getattr(r, p) for r in records]) for p in ("p50", "p20", "p80"))
+    ax.errorbar(x, middle, yerr=[middle - low, high - middle], color=color, label=name, marker="s", markersize=5,
+                linestyle="none", elinewidth=1.6, capsize=3.5, zorder=4)  # fmt: skip
+    ax.legend(loc="lower right")
 
 
 def spread(ax: Axes, records: Sequence[Record], x: str, scale: float = 1.0) -> None:

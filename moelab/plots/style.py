@@ -175,3 +175,9 @@ def show_table(frame: pd.DataFrame, digits: int = 1, **formats: str):
         .set_properties(subset=text, **{"text-align": "left", "white-space": "normal"})
         .set_table_styles([{"selector": "th", "props": "text-align: left; vertical-align: bottom;"}])
     )
+
+
+def verdict_style(verdict: str) -> str:
+    """CSS of a table's cell that holds a verdict of `moelab.perf.study`."""
+    colors = {"holds": "#dff0e4", "depends": "#fbf0d3", "differs": "#f8dcd6", "open": PANEL}
+    return f"background-color: {colors[verdict]}; color: {INK}"
