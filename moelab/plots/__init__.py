@@ -10,7 +10,7 @@ from .charts import curves, grouped_lengths, spread, spread_band, stacked
 from .deployment import draw_deployment
 from .exchange import draw_barrier, draw_regions, matrix
 from .layer import draw_layer, draw_schedules
-from .style import backend_color, category_color, ep_color, figure, label, roof, show_table, verdict_style
+from .style import backend_color, category_color, ep_color, figure, label, roof, show_table, show_text, verdict_style
 
 __all__ = [
     "backend_color",
@@ -28,6 +28,7 @@ __all__ = [
     "matrix",
     "roof",
     "show_table",
+    "show_text",
     "spread",
     "spread_band",
     "stacked",

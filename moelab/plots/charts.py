@@ -36,15 +36,17 @@ def stacked(ax: Axes, bars: Mapping[str, Mapping[str, float]], totals: str = "{:
 
 
 def curves(
-    ax: Axes, x: Sequence[float], lines: Mapping[str, tuple[Sequence[float], object]], powers: bool = True
+    ax: Axes, x: Sequence[float], lines: Mapping[str, tuple[Sequence[float], object]], log: bool = False
 ) -> None:
-    """{name: (values, colour)} over `x`; `powers`: x on a log2 axis with its values as ticks."""
+    """{name: (values, colour)} over `x`, powers of two; `log`: values on a logarithmic axis."""
     for name, (values, color) in lines.items():
         ax.plot(x, values, color=color, marker="o", markersize=4.5, linewidth=1.8, label=name)
-    if powers:
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(list(x), [f"{value:g}" for value in x])
-        ax.minorticks_off()
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(x), [f"{value:g}" for value in x])
+    ax.minorticks_off()
+    if log:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:,g}")
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
@@ -67,6 +69,7 @@ def grouped_lengths(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str
     ax.set_yticks(range(len(groups)), groups)
     ax.set_xscale("log")
     ax.set_xlim(bottom, top * 3)
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)

@@ -100,12 +100,12 @@ def label(ax: Axes, x: str = "", y: str = "", title: str = "") -> None:
         ax.set_title(title)
 
 
-def roof(ax: Axes, value: float, text: str, color: str = INK) -> None:
-    """A limit, as a dashed line across, named at its right end."""
-    ax.axhline(value, color=color, linestyle="--", linewidth=1.3, zorder=3)
+def roof(ax: Axes, value: float, text: str, place: float = 1.0) -> None:
+    """A limit, as a dashed line across, named above it; `place`: where the name ends, as a share of the width."""
+    ax.axhline(value, color=INK, linestyle="--", linewidth=1.3, zorder=3)
     ax.annotate(
-        text, (1, value), (-2, 3), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
-        fontsize=9, color=color, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.85}, zorder=4,
+        text, (place, value), (-2, 4), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
+        va="bottom", fontsize=9, zorder=4,
     )  # fmt: skip
 
 
@@ -181,3 +181,16 @@ def verdict_style(verdict: str) -> str:
     """CSS of a table's cell that holds a verdict of `moelab.perf.study`."""
     colors = {"holds": "#dff0e4", "depends": "#fbf0d3", "differs": "#f8dcd6", "open": PANEL}
     return f"background-color: {colors[verdict]}; color: {INK}"
+
+
+def show_text(title: str, prompt: str, continuation: str):
+    """A prompt and what a model made of it, told apart by colour."""
+    import html
+
+    from IPython.display import HTML
+
+    body = f'{html.escape(prompt)}<span style="background:#dff0e4">{html.escape(continuation)}</span>'
+    return HTML(
+        f'<p style="margin:.6em 0 .2em"><b>{html.escape(title)}</b></p>'
+        f'<pre style="background:{PANEL};color:{INK};padding:.6em .8em;white-space:pre-wrap">{body}</pre>'
+    )
