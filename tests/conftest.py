@@ -1,4 +1,4 @@
-"""Small checkpoints, made by transformers with fresh random weights, and the oracle to compare with."""
+"""Seeds, pools of ranks, and small checkpoints with the oracle that made them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.pool import ProcessPool, ThreadPool
+
 settings.register_profile("moelab", deadline=None, max_examples=50)
 settings.load_profile("moelab")
 
 # Every test draws its own inputs, the same on every run; MOELAB_TEST_SEED=n draws others.
 SEED = int(os.environ.get("MOELAB_TEST_SEED", "0"))
+
+
+# Small tensors gain nothing from threads, and threads that wait for each other on busy cores cost a hundredfold.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +70,53 @@ def tiny_checkpoint(oracle, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     oracle.save_pretrained(folder)
     return folder
+
+
+# One pool of ranks of each kind serves the whole session; `pool` runs a test on each kind.
+GPUS = torch.cuda.device_count()
+
+
+@pytest.fixture(scope="session")
+def virtual_pool():
+    pool = ThreadPool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gloo_pool(tmp_path_factory):
+    pool = ProcessPool("gloo", 8, (1, 2, 4, 8), str(tmp_path_factory.mktemp("gloo")))
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def nccl_pool(tmp_path_factory):
+    if GPUS < 2:
+        pytest.skip(f"NCCL needs a GPU for each of at least 2 ranks; {GPUS} here")
+    # An exchange over NCCL takes the whole world, so there are no smaller groups.
+    size = 1 << (min(GPUS, 8).bit_length() - 1)
+    pool = ProcessPool("nccl", size, (size,), str(tmp_path_factory.mktemp("nccl")))
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def gloo_cuda_pool(tmp_path_factory):
+    if not GPUS:
+        pytest.skip("staging through the host needs a GPU; none here")
+    pool = ProcessPool("gloo-cuda", 4, (1, 2, 4), str(tmp_path_factory.mktemp("gloo_cuda")))
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(
+    params=[
+        "virtual",
+        "gloo",
+        pytest.param("nccl", marks=pytest.mark.gpu),
+        pytest.param("gloo_cuda", marks=pytest.mark.gpu),
+    ]
+)
+def pool(request):
+    return request.getfixturevalue(f"{request.param}_pool")

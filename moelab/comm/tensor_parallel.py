@@ -7,34 +7,40 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moelab.config import ConfigError, ParallelConfig
+from moelab.comm.errors import CommError
+from moelab.config import ParallelConfig
 
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
     """The ranks that share one DP group's attention. `group` None is a group of one, which has nothing to sum."""
 
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | dist.ProcessGroupGloo | None = None
+    on_host: bool = False  # gloo sums in host memory
 
     @classmethod
-    def create(cls, parallel: ParallelConfig, rank: int) -> TensorParallelGroup:
-        """Collective over the ranks of `rank`'s DP group, for which torch.distributed must be running if tp > 1."""
+    def create(cls, parallel: ParallelConfig, rank: int, group: object) -> TensorParallelGroup:
+        """Collective over `group`, which holds all `parallel.ep` ranks: a torch.distributed group if tp > 1."""
         if parallel.tp == 1:
             return cls()
-        if not dist.is_initialized():
-            raise ConfigError(
-                f"tp is {parallel.tp}, torch.distributed is not running: start the ranks by torchrun, or take tp 1"
+        if not isinstance(group, dist.ProcessGroup):
+            raise CommError(
+                f"tp is {parallel.tp}, which needs ranks in torch.distributed: start them by torchrun, or take tp 1"
             )
-        ranks = list(parallel.group_ranks(parallel.dp_group(rank)))
-        return cls(dist.new_group(ranks, use_local_synchronization=True))
+        mine = parallel.dp_group(rank)
+        if "nccl" in str(dist.get_backend_config(group)):
+            groups = [dist.new_group(list(parallel.group_ranks(g))) for g in range(parallel.dp)]
+            return cls(groups[mine])
+        # Built on the group's own store, like the exchanges: `dist.new_group` is collective over the whole world.
+        store = group.get_group_store()
+        number = store.add(f"moelab/tensor_parallel/{rank}", 1)
+        store = dist.PrefixStore(f"moelab/tensor_parallel/{number}/{mine}", store)
+        return cls(dist.ProcessGroupGloo(store, parallel.tp_rank(rank), parallel.tp), on_host=True)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the group: collective, same shape everywhere. Every rank gets the same bits."""
         if self.group is None or x.numel() == 0:
             return x
-        if x.is_cuda and dist.get_backend(self.group) == "gloo":
-            staged = x.cpu()
-            dist.all_reduce(staged, group=self.group)
-            return staged.to(x.device)
-        dist.all_reduce(x, group=self.group)
-        return x
+        total = x.cpu() if self.on_host else x
+        self.group.allreduce([total]).wait()
+        return total.to(x.device)

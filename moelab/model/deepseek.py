@@ -68,7 +68,7 @@ class DeepSeek:
             group=group,
             device=device,
         )
-        tp_group = TensorParallelGroup.create(parallel, rank)
+        tp_group = TensorParallelGroup.create(parallel, rank, group)
         layers = [
             DecoderLayer.load(checkpoint, layer, parallel, rank, all_to_all, tp_group)
             for layer in range(config.num_hidden_layers + config.num_nextn_predict_layers)

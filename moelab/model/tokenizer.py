@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moelab.model.weights import CheckpointError
+import tokenizers
+
+from moelab.config import MoelabError
 
 
 class Tokenizer:
     """A checkpoint's tokenizer; begins every prompt with the model's beginning-of-sequence id."""
 
     def __init__(self, folder: str | Path, bos_token_id: int):
-        from transformers import AutoTokenizer  # takes seconds to import
-
-        if not (Path(folder) / "tokenizer.json").exists():
-            raise CheckpointError(f"{folder}: no tokenizer.json; give the folder of a whole checkpoint")
-        self._inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        file = Path(folder) / "tokenizer.json"
+        if not file.exists():
+            raise MoelabError(f"{file}: no such file; give the folder of a whole checkpoint")
+        self._inner = tokenizers.Tokenizer.from_file(str(file))
         self._bos = bos_token_id
 
     def encode(self, text: str) -> list[int]:
-        return [self._bos, *self._inner.encode(text, add_special_tokens=False)]
+        return [self._bos, *self._inner.encode(text, add_special_tokens=False).ids]
 
     def decode(self, ids: list[int]) -> str:
-        return self._inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._inner.decode(ids, skip_special_tokens=True)
 
 
 class TextStream:

@@ -8,7 +8,7 @@ import pytest
 from moelab.comm.dense import Dense
 from moelab.comm.traffic import SCHEMES, traffic
 from tests.comm import cases
-from tests.comm.pool import Rank
+from tests.pool import Rank
 from tests.comm.scenario import Scenario, same_bits
 from tests.conftest import SEED
 

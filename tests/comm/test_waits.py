@@ -13,7 +13,7 @@ from moelab.comm import AllToAll, CommError, ExchangeTimeout, VirtualRanks
 from moelab.comm.reference import expected_rows
 from moelab.config import ConfigError, ParallelConfig
 from tests.comm import cases
-from tests.comm.pool import Rank
+from tests.pool import Rank
 from tests.comm.scenario import Scenario
 from tests.conftest import SEED
 
