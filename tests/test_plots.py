@@ -88,6 +88,17 @@ def test_regions(senders):
     assert all(str(total) in texts for total in counts.sum(0))
 
 
+@pytest.mark.parametrize("value", [0.5, 3.0, 4000.0])
+def test_a_roof_stays_inside(value):
+    fig, ax = plots.figure()
+    plots.stacked(ax, {"a": {"p": 1.0}, "b": {"p": 3.2}})
+    plots.roof(ax, value, "limit")
+    fig.canvas.draw()
+    name = ax.texts[-1].get_window_extent()
+    assert ax.bbox.y0 <= name.y0 and name.y1 <= fig.bbox.y1
+    assert ax.get_ylim()[0] <= value <= ax.get_ylim()[1]
+
+
 def test_barrier():
     assert not overlapping(plots.draw_barrier())
 

@@ -30,6 +30,7 @@ def stacked(ax: Axes, bars: Mapping[str, Mapping[str, float]], totals: str = "{:
     for i, total in enumerate(base):
         ax.annotate(totals.format(total), (i, total), (0, 3), textcoords="offset points", ha="center", fontsize=9.5,
                     zorder=5)  # fmt: skip
+    ax.set_ylim(0, max(base) * 1.08)
     ax.grid(axis="x", visible=False)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)

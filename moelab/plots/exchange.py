@@ -102,7 +102,7 @@ def matrix(ax: Axes, values: np.ndarray, title: str = "", unit: str = "rows", to
     rows, columns = values.shape
     for i in range(rows):
         for j in range(columns):
-            ink = "white" if values[i, j] > 0.7 * top else INK
+            ink = "white" if values[i, j] > 0.55 * top else INK
             size = 9.5 if columns < 9 else 7.5
             ax.text(j, i, f"{values[i, j]:,.0f}", ha="center", va="center", fontsize=size, color=ink)
     across, down = ticks or ([str(j) for j in range(columns)], [str(i) for i in range(rows)])

@@ -102,7 +102,10 @@ def label(ax: Axes, x: str = "", y: str = "", title: str = "") -> None:
 
 def roof(ax: Axes, value: float, text: str, place: float = 1.0) -> None:
     """A limit, as a dashed line across, named above it; `place`: where the name ends, as a share of the width."""
+    low, high = ax.get_ylim()
     ax.axhline(value, color=INK, linestyle="--", linewidth=1.3, zorder=3)
+    # Room for the name above: text outside the axes would make the whole picture grow to hold it.
+    ax.set_ylim(min(low, value), max(high, value + 0.08 * (value - low)))
     ax.annotate(
         text, (place, value), (-2, 4), xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
         va="bottom", fontsize=9, zorder=4,
@@ -192,5 +195,6 @@ def show_text(title: str, prompt: str, continuation: str):
     body = f'{html.escape(prompt)}<span style="background:#dff0e4">{html.escape(continuation)}</span>'
     return HTML(
         f'<p style="margin:.6em 0 .2em"><b>{html.escape(title)}</b></p>'
-        f'<pre style="background:{PANEL};color:{INK};padding:.6em .8em;white-space:pre-wrap">{body}</pre>'
+        f'<pre style="background:{PANEL};color:{INK};padding:.6em .8em;white-space:pre-wrap;'
+        f'font-family:monospace">{body}</pre>'
     )
