@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 
+import moelab
 from moelab.config import ModelConfig, ParallelConfig, preset
 from moelab.perf import params
 
@@ -40,3 +45,17 @@ def test_against_a_checkpoint(oracle):
     counted = sum(p.numel() for p in oracle.parameters())
     counted += sum(b.numel() for n, b in oracle.named_buffers() if "e_score_correction_bias" in n)
     assert params.total_params(config) == counted
+
+
+def test_against_tinyseek():
+    """The packaged checkpoint's own header, scales aside, holds as many parameters, MTP layer included."""
+    folder = Path(moelab.__file__).parent / "data" / "tinyseek"
+    with open(folder / "model.safetensors", "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    shapes = {n: t["shape"] for n, t in header.items() if n != "__metadata__" and not n.endswith("_scale_inv")}
+    config = ModelConfig.from_hf(folder)
+    assert params.total_params(config, mtp=True) == sum(math.prod(shape) for shape in shapes.values())
+    ours = {c.name: c.total for c in params.components(config) if not c.mtp}
+    in_main = {n: s for n, s in shapes.items() if f"layers.{config.num_hidden_layers}." not in n}
+    for name, part in (("routed_experts", ".mlp.experts."), ("shared_expert", "shared_experts"), ("o", "o_proj")):
+        assert ours[name] == sum(math.prod(shape) for n, shape in in_main.items() if part in n)
