@@ -19,6 +19,4 @@ def share_dir(name: str) -> Path:
     # is known by its pyproject.toml.
     if clone.is_dir() and (package.parent / "pyproject.toml").is_file():
         return clone
-    raise MoelabError(
-        f"no folder {name!r} in {installed.parent} or in a clone at {package.parent}: reinstall moelab"
-    )
+    raise MoelabError(f"no folder {name!r} in {installed.parent} or in a clone at {package.parent}: reinstall moelab")

@@ -143,7 +143,7 @@ class ProcessPool(Pool):
         # A server that has imported torch once forks the ranks: one import instead of `size`. It never touches a GPU
         # itself, so its children may.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "moelab.comm", "moelab.engine.engine", "tests.comm.cases"])
+        context.set_forkserver_preload(["torch.distributed", "moelab.engine.engine", "tests.comm.cases"])
         self._pipes, self._processes, self._waiting = [], [], []
         for index in range(size):
             ours, theirs = context.Pipe()

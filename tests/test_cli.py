@@ -219,13 +219,7 @@ def test_run_refuses_what_the_notebook_does_not_take(moelab, notebook, tmp_path)
         (["batch", "two"], "is 'two', not an int"),
     ):
         status, out, err = moelab("run", path, "-p", *form, "--out", tmp_path / "o")
-        assert (
-            status == 1
-            and out == ""
-            and err.startswith("error: ")
-            and err.count("\n") == 1
-            and message in err
-        )
+        assert status == 1 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
 def test_run_of_a_failing_notebook_fails(moelab, notebook, tmp_path):
@@ -233,10 +227,7 @@ def test_run_of_a_failing_notebook_fails(moelab, notebook, tmp_path):
     status, out, err = moelab("run", path, "--out", tmp_path / "o")
     assert status == 1 and out == "" and "Traceback" not in err
     last = err.strip().splitlines()[-1]
-    assert (
-        last.startswith("error: small failed: cell In [2] (1 / n) raised ZeroDivisionError")
-        and "small.html" in last
-    )
+    assert last.startswith("error: small failed: cell In [2] (1 / n) raised ZeroDivisionError") and "small.html" in last
 
 
 def test_tour_prints_the_index(moelab, monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """The model card of a trained tinyseek: README.md beside the checkpoint, every number from its training.json.
 
-    python experiments/tinyseek/card.py --checkpoint DIR
+python experiments/tinyseek/card.py --checkpoint DIR
 """
 
 from __future__ import annotations

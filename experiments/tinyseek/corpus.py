@@ -39,7 +39,15 @@ SPLIT_LIMIT = 256 * 1024
 SPLITS = ("train", "valid", "heldout")
 
 EXCLUDED_FOLDERS = {
-    "test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "__pycache__", "lib-dynload", "pydoc_data",
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "lib2to3",
+    "site-packages",
+    "__pycache__",
+    "lib-dynload",
+    "pydoc_data",
 }
 GENERATED = {
     "_opcode_metadata.py",  # Tools/cases_generator

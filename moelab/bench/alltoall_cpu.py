@@ -104,9 +104,7 @@ def records(
                 of_ranks = [event["samples_us"] for event in mine if event["half"] == half]
                 slowest = [max(times) for times in zip(*of_ranks, strict=True)]
                 found.append(
-                    Record.from_samples(
-                        slowest, metric=half, unit="us", clock="wall", warmup=job["warmup"], **common
-                    )
+                    Record.from_samples(slowest, metric=half, unit="us", clock="wall", warmup=job["warmup"], **common)
                 )
             sent = sum(event["bytes"] for event in mine if event["half"] == HALVES[0])
             found.append(Record.from_samples([sent], metric="sent", unit="B", clock="none", **common))

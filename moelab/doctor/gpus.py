@@ -26,9 +26,7 @@ _P2P_ACCESS, _P2P_ATOMIC = 2, 3
 def checks() -> list[Check]:
     found: list[Check] = []
     try:
-        gpus = ask(
-            "import json; from moelab.doctor.gpus import probe; print(json.dumps(probe()))", timeout_s=60
-        )
+        gpus = ask("import json; from moelab.doctor.gpus import probe; print(json.dumps(probe()))", timeout_s=60)
     except ChildFailed as failure:
         reason = str(failure).removeprefix("OSError: ").removeprefix("RuntimeError: ")
         found.append(
@@ -51,9 +49,7 @@ def checks() -> list[Check]:
                 OK if good else WARN,
                 f"{gpu['name']}, {gpu['memory_bytes'] / 2**30:.1f} GiB, "
                 f"capability {capability[0]}.{capability[1]}, {gpu['sms']} SMs",
-                ""
-                if good
-                else "the CUDA kernels are built for capability 9.0 (Hopper): build them for yours",
+                "" if good else "the CUDA kernels are built for capability 9.0 (Hopper): build them for yours",
             )
         )
     found.append(_driver())
@@ -127,9 +123,7 @@ def _links(pairs: list[dict[str, Any]], topology: dict[tuple[int, int], str]) ->
                 OK if good else WARN,
                 f"{which}: {'link not shown by nvidia-smi' if link == '?' else link}, "
                 f"P2P {'yes' if p2p else 'no'}, native atomics {'yes' if atomics else 'no'}",
-                ""
-                if good
-                else "the nvshmem backend needs NVLink between GPUs of one node; backend torch works",
+                "" if good else "the nvshmem backend needs NVLink between GPUs of one node; backend torch works",
             )
         )
     return found
@@ -150,10 +144,7 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
     is_gpu = re.compile(r"GPU\d+").fullmatch
     rows = [cells for cells in lines if len(cells) > 1 and is_gpu(cells[0]) and not is_gpu(cells[1])]
     return {
-        (a, b): cells[1 + b]
-        for a, cells in enumerate(rows)
-        for b in range(len(rows))
-        if b != a and 1 + b < len(cells)
+        (a, b): cells[1 + b] for a, cells in enumerate(rows) for b in range(len(rows)) if b != a and 1 + b < len(cells)
     }
 
 

@@ -47,9 +47,7 @@ def _library(distributions: tuple[str, ...], module: str, answer: str, fix: str)
         return Check(SECTION, shown, MISSING, "not installed", fix)
     what = f"{name} {version}" if shown != name and version else version or "version unknown"
     if not module:
-        return (
-            _pinned(name, version) if name.startswith("nvidia-nvshmem") else Check(SECTION, shown, OK, what)
-        )
+        return _pinned(name, version) if name.startswith("nvidia-nvshmem") else Check(SECTION, shown, OK, what)
     try:
         said = ask(_IMPORT.format(module=module, answer=answer))
     except ChildFailed as failure:
@@ -79,14 +77,10 @@ def _placeholder(version: str | None) -> Check:
 
 def _pinned(name: str, version: str) -> Check:
     """torch loads its own NVSHMEM host library, and two of them in one process do not work."""
-    pin = next(
-        (m[1] for r in _requires("torch") if (m := re.match(rf"{re.escape(name)}\s*==\s*([\w.]+)", r))), None
-    )
+    pin = next((m[1] for r in _requires("torch") if (m := re.match(rf"{re.escape(name)}\s*==\s*([\w.]+)", r))), None)
     if pin is None or pin == version:
         return Check(SECTION, name, OK, version + (" (torch's own pin)" if pin else ""))
-    return Check(
-        SECTION, name, WARN, f"{version}, but this torch is built with {pin}", f"pip install {name}=={pin}"
-    )
+    return Check(SECTION, name, WARN, f"{version}, but this torch is built with {pin}", f"pip install {name}=={pin}")
 
 
 def backend_checks() -> list[Check]:

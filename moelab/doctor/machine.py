@@ -156,9 +156,7 @@ def data_checks(records: str | Path | None) -> Iterator[Check]:
     if not entries and not store.damage:
         yield Check("Data", "records", MISSING, f"none in {store.directory} or in the package")
         return
-    detail = f"{len(entries)} ({own} own, in {store.directory})" + (
-        f" from {', '.join(places)}" if places else ""
-    )
+    detail = f"{len(entries)} ({own} own, in {store.directory})" + (f" from {', '.join(places)}" if places else "")
     if store.damage:
         yield Check(
             "Data",

@@ -35,9 +35,7 @@ def generate(
             with contextlib.closing(pieces):
                 if as_json:
                     answers = {number: answer for number, _, answer in pieces}
-                    _write(
-                        json.dumps([dataclasses.asdict(answers[n]) for n in sorted(answers)], indent=2) + "\n"
-                    )
+                    _write(json.dumps([dataclasses.asdict(answers[n]) for n in sorted(answers)], indent=2) + "\n")
                 else:
                     in_order(pieces, _write)
         except LaunchError as failure:

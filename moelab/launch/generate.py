@@ -53,9 +53,7 @@ def find_model(name: str) -> Path:
     return folder
 
 
-def generate(
-    request: Request, say: Callable[[str], None] = lambda line: None
-) -> Iterator[tuple[int, str, Answer]]:
+def generate(request: Request, say: Callable[[str], None] = lambda line: None) -> Iterator[tuple[int, str, Answer]]:
     """(prompt's number, new text, its answer so far) as they come, from all prompts interleaved.
 
     Starts ranks of its own and ends them, also when the caller stops early. `say` gets lines of progress.
@@ -78,9 +76,7 @@ def generate(
     answers = [Answer(text) for text in request.prompts]
     streams = [TextStream(tokenizer) for _ in answers]
     started = time.monotonic()
-    with launch(
-        "moelab.launch.generate_rank:generate", _job(request, folder, prompts), ranks, request.device
-    ) as run:
+    with launch("moelab.launch.generate_rank:generate", _job(request, folder, prompts), ranks, request.device) as run:
         for _, event in run:
             if "ready" in event:
                 say(f"ready after {time.monotonic() - started:.1f} s: {event['ready']}")
@@ -97,9 +93,7 @@ def generate(
             elapsed_s = time.monotonic() - started
             yield number, text, answer
     count = sum(len(answer.tokens) for answer in answers)
-    say(
-        f"{count} tokens in {elapsed_s:.1f} s: {count / elapsed_s:.1f} tokens/s, prompts included in the time"
-    )
+    say(f"{count} tokens in {elapsed_s:.1f} s: {count / elapsed_s:.1f} tokens/s, prompts included in the time")
 
 
 def in_order(pieces: Iterator[tuple[int, str, Answer]], write: Callable[[str], None]) -> None:

@@ -81,9 +81,7 @@ class Launch:
             try:
                 self._hub = Hub(self._folder)
             except OSError as error:  # a socket's path has at most about 100 characters
-                raise LaunchError(
-                    f"no socket in {self._folder} ({error}): set TMPDIR to a shorter path"
-                ) from None
+                raise LaunchError(f"no socket in {self._folder} ({error}): set TMPDIR to a shorter path") from None
             with open(self._folder / AGENT_LOG, "wb") as log:
                 self._agent = subprocess.Popen(
                     [sys.executable, "-m", "moelab.launch.agent", str(self._folder), str(self.ranks)],
@@ -205,9 +203,7 @@ def _environment(ranks: int) -> dict[str, str]:
     standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     # `-m` would put the current folder first, where a stray random.py lies in wait.
     environment["PYTHONSAFEPATH"] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join(
-        path or os.getcwd() for path in sys.path if path not in standard
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path if path not in standard)
     environment["OMP_NUM_THREADS"] = str(threads_per_rank(ranks))
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:

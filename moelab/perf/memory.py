@@ -50,9 +50,7 @@ def deep_ep_buffer_bytes(model: ModelConfig, max_tokens: int) -> int:
     hidden, experts = model.hidden_size, model.n_routed_experts
     d = 2 * hidden + 16
     c = 2 * hidden + 4 * math.ceil(hidden / 128)
-    return 2 * (
-        max(max_tokens * d, experts * max_tokens * c) + experts * max_tokens * max(d, c) + 4 * experts
-    )
+    return 2 * (max(max_tokens * d, experts * max_tokens * c) + experts * max_tokens * max(d, c) + 4 * experts)
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,7 @@ def attention_params(model: ModelConfig) -> int:
 
 def repeated_attention_params(model: ModelConfig) -> int:
     """A₀: those of A that every TP rank holds whole, q_a and kv_a."""
-    return sum(
-        c.params for c in components(model) if c.part == "attention" and c.cut == "whole" and not c.mtp
-    )
+    return sum(c.params for c in components(model) if c.part == "attention" and c.cut == "whole" and not c.mtp)
 
 
 def total_params(model: ModelConfig, mtp: bool = False) -> int:

@@ -10,7 +10,6 @@ from ..stages import CATEGORIES, MOE_LAYER, Launch
 from .style import INK, LINE, arrow, box, canvas, category_color, figure
 
 if TYPE_CHECKING:
-
     from matplotlib.figure import Figure
 
 STEPS = {1: "S1 project", 2: "S2 attend, route", 3: "S3 send", 4: "S4 experts", 5: "S5 gather"}
@@ -96,7 +95,7 @@ def _chips(launches: Iterable[Launch]) -> list[_Chip]:
         name, step = launch.stage.name, launch.stage.step
         text = halves.get(name, str(step))
         last = row[-1] if row else None
-        if last and (last.micro, last.layer, last.text[-len(text):]) == (launch.micro_batch, launch.layer, text):
+        if last and (last.micro, last.layer, last.text[-len(text) :]) == (launch.micro_batch, launch.layer, text):
             continue
         start = last.end if last else 0.0
         micro = "AB"[launch.micro_batch]

@@ -91,17 +91,11 @@ def collect(
     if device == "cpu" or (device == "auto" and not gpus):
         return Provenance("cpu", 0, "", versions, commit, dirty)
     if not gpus:
-        raise ProvenanceError(
-            "device is cuda, but nvidia-smi shows no GPU: run on a GPU host, or with device cpu"
-        )
+        raise ProvenanceError("device is cuda, but nvidia-smi shows no GPU: run on a GPU host, or with device cpu")
     count = len(gpus) if gpu_count is None else gpu_count
     if not 1 <= count <= len(gpus):
-        raise ProvenanceError(
-            f"gpu_count is {count}, but {len(gpus)} GPUs are visible: 1 to {len(gpus)} is legal"
-        )
-    name = " + ".join(
-        dict.fromkeys(gpu.name for gpu in gpus[:count])
-    )  # mixed GPUs are not passed off as one kind
+        raise ProvenanceError(f"gpu_count is {count}, but {len(gpus)} GPUs are visible: 1 to {len(gpus)} is legal")
+    name = " + ".join(dict.fromkeys(gpu.name for gpu in gpus[:count]))  # mixed GPUs are not passed off as one kind
     return Provenance(name, count, gpus[0].driver, versions, commit, dirty)
 
 
@@ -174,9 +168,7 @@ def source_state(commit: str | None = None, dirty: bool | None = None) -> tuple[
         commit, dirty = env, flag in ("1", "true") if dirty is None else dirty
     if commit is not None:
         if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
-            raise ProvenanceError(
-                f"commit is {commit!r}; legal: 7 to 40 lower-case hex digits (git rev-parse HEAD)"
-            )
+            raise ProvenanceError(f"commit is {commit!r}; legal: 7 to 40 lower-case hex digits (git rev-parse HEAD)")
         return commit, bool(dirty)
     found = _git_state()
     if found is None:
@@ -192,9 +184,7 @@ def _git_state() -> tuple[str, bool] | None:
     # safe.directory: containers often run as another user than the clone's owner, and reading is harmless.
     git = ["git", "-c", "safe.directory=*", "-C", str(root)]
     try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=30, check=True
-        )
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=30, check=True)
         status = subprocess.run(
             [*git, "status", "--porcelain", "--", *SOURCES],
             capture_output=True,

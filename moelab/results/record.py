@@ -88,9 +88,7 @@ class Record:
     def __post_init__(self) -> None:
         for field in ("bench", "backend", "metric", "unit", "gpu"):
             value = getattr(self, field)
-            _require(
-                isinstance(value, str) and value.strip() == value != "", field, value, "a non-empty string"
-            )
+            _require(isinstance(value, str) and value.strip() == value != "", field, value, "a non-empty string")
         _require(
             re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.bench) is not None,
             "bench",
@@ -131,9 +129,7 @@ class Record:
         _require(
             isinstance(self.commit, str)
             and (
-                self.commit == UNKNOWN_COMMIT
-                and self.dirty
-                or re.fullmatch(r"[0-9a-f]{7,40}", self.commit) is not None
+                self.commit == UNKNOWN_COMMIT and self.dirty or re.fullmatch(r"[0-9a-f]{7,40}", self.commit) is not None
             ),
             "commit",
             self.commit,

@@ -94,9 +94,7 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise StoreError(
-                f"cannot write {path}: {error.strerror}; choose another folder with --records"
-            ) from error
+            raise StoreError(f"cannot write {path}: {error.strerror}; choose another folder with --records") from error
         try:
             _lock(descriptor, fcntl.LOCK_EX, path)
             size = os.fstat(descriptor).st_size
@@ -105,9 +103,7 @@ class Store:
             written = os.write(descriptor, line)
             if written != len(line):  # a full disk or a quota takes part of it: leave no torn line
                 os.ftruncate(descriptor, size)
-                raise StoreError(
-                    f"cannot write {path}: only {written} of {len(line)} bytes fit; is the disk full?"
-                )
+                raise StoreError(f"cannot write {path}: only {written} of {len(line)} bytes fit; is the disk full?")
         except OSError as error:
             if isinstance(error, StoreError):
                 raise

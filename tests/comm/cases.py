@@ -9,8 +9,8 @@ from moelab.comm import AllToAll, Handle, VirtualRanks
 from moelab.comm.layout import grouped_layout, segment_starts
 from moelab.comm.reference import dense_moe, expected_rows, rounding_bound
 from moelab.config import ParallelConfig
-from tests.pool import Rank
 from tests.comm.scenario import Group, Scenario, is_nan, nan_, same_bits
+from tests.pool import Rank
 
 
 def mine(rank: Rank, s: Scenario) -> Group:

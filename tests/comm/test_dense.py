@@ -8,9 +8,9 @@ import pytest
 from moelab.comm.dense import Dense
 from moelab.comm.traffic import SCHEMES, traffic
 from tests.comm import cases
-from tests.pool import Rank
 from tests.comm.scenario import Scenario, same_bits
 from tests.conftest import SEED
+from tests.pool import Rank
 
 
 def bytes_and_bits(rank: Rank, s: Scenario, padded: bool | None):

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from moelab.comm import AllToAll, CommError, InputError
 from moelab.config import ConfigError
 from tests.comm import cases
-from tests.pool import Rank
 from tests.comm.scenario import Scenario, nan_, same_bits
 from tests.conftest import SEED
+from tests.pool import Rank
 
 
 def scenario(pool, ranks: int = 2, **options) -> Scenario:

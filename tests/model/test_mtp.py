@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,11 +60,18 @@ def pair(tmp_path_factory):
 
 
 def oracle_u(mtp, hidden, tokens_after, positions):
-    from transformers.cache_utils import MtpCache
-
+    """The MTP layer itself: the drafting loop around it differs between releases of transformers."""
+    length, layer = len(tokens_after), mtp.layers[0]
+    embedding = mtp.embed_tokens(torch.tensor([tokens_after]))
+    cache = "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
     with torch.no_grad():
-        return mtp.forward_layer(
-            0, hidden[None], positions[None], MtpCache(config=mtp.config), input_ids=torch.tensor([tokens_after])
+        return layer(
+            embedding,
+            hidden[None],
+            position_embeddings=mtp.rotary_emb(embedding, position_ids=positions[None]),
+            attention_mask=torch.full((1, 1, length, length), float("-inf")).triu(1),
+            position_ids=positions[None],
+            **{cache: None},
         )[0]
 
 

@@ -55,7 +55,8 @@ def test_block_fp8_equals_transformers_on_the_dequantised_weights(fp8_pair):
         expected = oracle(torch.tensor([tokens])).logits[0]
     model = load_alone(folder)
     ours = model.logits(Session(model).feed(tokens, absorbed=True))
-    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5 * max(1.0, expected.std().item()))
+    # Sums are twice to four times as long as in the tiny configuration, which is held to 2e-5.
+    torch.testing.assert_close(ours, expected, rtol=0, atol=4e-5 * max(1.0, expected.std().item()))
 
 
 class CountingReader:

@@ -24,10 +24,7 @@ def test_all_tables_are_there():
 def test_every_row_names_its_source(name):
     table = published.table(name)
     assert len(table) == ROWS[name]
-    assert (
-        table.columns[-1] == "source"
-        and table["source"].map(lambda x: isinstance(x, str) and len(x) > 8).all()
-    )
+    assert table.columns[-1] == "source" and table["source"].map(lambda x: isinstance(x, str) and len(x) > 8).all()
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))

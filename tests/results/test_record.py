@@ -14,9 +14,7 @@ from moelab.results.record import now, percentile
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | finite | st.text()
-somewhere = Provenance(
-    gpu="cpu", gpu_count=0, driver="", versions={"python": "3.11"}, commit="0123abc", dirty=True
-)
+somewhere = Provenance(gpu="cpu", gpu_count=0, driver="", versions={"python": "3.11"}, commit="0123abc", dirty=True)
 
 
 @given(
@@ -41,9 +39,7 @@ def test_percentile_is_numpys_and_in_order(values, percent):
     got = percentile(values, percent)
     assert values[0] <= got <= values[-1]
     if max(abs(values[0]), abs(values[-1])) < 1e300:  # numpy's own form overflows beyond
-        assert got == pytest.approx(
-            np.percentile(values, percent), rel=1e-9, abs=1e-9 * (values[-1] - values[0])
-        )
+        assert got == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-9 * (values[-1] - values[0]))
 
 
 def test_from_samples_computes_the_statistics(make):
@@ -129,9 +125,7 @@ def test_statistics_out_of_order_are_refused(make):
 
 
 def test_a_value_that_is_no_time_has_no_clock(make):
-    record = make(
-        samples=[1.37], metric="bits_per_byte", unit="bit/B", clock="none", gpu="cpu", gpu_count=0, driver=""
-    )
+    record = make(samples=[1.37], metric="bits_per_byte", unit="bit/B", clock="none", gpu="cpu", gpu_count=0, driver="")
     assert (record.n, record.min, record.p99) == (1, 1.37, 1.37)
 
 

@@ -105,9 +105,7 @@ def test_damage_is_reported_once_by_file_and_number_and_reading_goes_on(tmp_path
     store = Store(tmp_path, package=False)
     path = store.append(make(params={"i": 0}))
     with open(path, "ab") as file:
-        file.write(
-            b"{torn\n\n   \n\x00\xff\xfe\n" + make().to_json().replace('"n": 3', '"n": 0').encode() + b"\n"
-        )
+        file.write(b"{torn\n\n   \n\x00\xff\xfe\n" + make().to_json().replace('"n": 3', '"n": 0').encode() + b"\n")
     store.append(make(params={"i": 1}))
     with caplog.at_level(logging.WARNING):
         assert [r.params["i"] for r in store.records()] == [0, 1]
