@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from . import __version__
-from .config import MoelabError
+from moelab import __version__
+from moelab.config import MoelabError
 
 HELP = "Measure, model and verify the deployment of DeepSeek-style Mixture-of-Experts models."
 
@@ -117,7 +117,7 @@ def doctor(as_json: AsJson = False, records: Records = None) -> None:
     Looks at GPUs and their links, CUDA, optional libraries, communication backends and data. Always exits 0:
     a missing part is a finding, not a failure.
     """
-    from . import doctor as module
+    from moelab import doctor as module
 
     if as_json:
         checks = module.collect(records)
@@ -156,7 +156,7 @@ def generate(
     gets one list of {prompt, text, tokens, finish_reason} at the end. When a rank fails, its traceback comes
     first.
     """
-    from .launch.console import generate as run
+    from moelab.launch.console import generate as run
 
     run(model, prompt, max_tokens, dp, tp, temperature, seed, device, as_json)
 
@@ -175,7 +175,7 @@ def run_notebook(
     Prints the paths of the executed notebook and of its HTML. An unknown parameter, or a value of another
     type than the default's, is an error before anything runs.
     """
-    from . import notebook as module
+    from moelab import notebook as module
 
     given: dict[str, str] = {}
     for text in parameter or []:
@@ -199,7 +199,7 @@ def tour(
     Prints the path of its index.html. A notebook that fails does not stop the others; the exit status is then
     1.
     """
-    from . import notebook as module
+    from moelab import notebook as module
 
     print(module.tour(out))
 
@@ -263,7 +263,7 @@ def records_show(
     everything: Annotated[bool, typer.Option("--all", help="Number and match as `records list --all` does.")] = False,
 ) -> None:
     """Show records in full, with file and line."""
-    from .results import StoreError
+    from moelab.results import StoreError
 
     entries = _entries(records, everything)
     if which.isdecimal():
@@ -302,7 +302,7 @@ def records_export(
 
 
 def _store(records: Path | None):
-    from .results import Store, StoreError
+    from moelab.results import Store, StoreError
 
     if records is not None and not records.is_dir():
         raise StoreError(f"no folder {records}: --records names one that holds records")

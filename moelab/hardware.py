@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from .config import ConfigError
+from moelab.config import ConfigError
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .config import MoelabError
+from moelab.config import MoelabError
 
 
 def share_dir(name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..results import Provenance, Record
+from moelab.results import Provenance, Record
 
 if TYPE_CHECKING:
     from torch import Tensor

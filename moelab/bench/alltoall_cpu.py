@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..config import ParallelConfig
-from ..results import Provenance, Record
+from moelab.config import ParallelConfig
+from moelab.results import Provenance, Record
 
 BENCH = "alltoall"
 BACKENDS = ("torch-gloo", "dense-padded", "dense-split")

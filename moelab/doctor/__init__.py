@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .check import Check
-from .table import as_table
+from moelab.doctor.check import Check
+from moelab.doctor.table import as_table
 
 __all__ = ["Check", "as_dict", "as_table", "collect"]
 
@@ -22,7 +22,7 @@ def collect(records: str | Path | None = None) -> list[Check]:
     """Every check, in the report's order; takes as long as importing torch. `records`: as `--records`."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from . import gpus, libraries, machine
+    from moelab.doctor import gpus, libraries, machine
 
     with ThreadPoolExecutor(3) as pool:  # most of the time goes into waiting for children
         gpu = pool.submit(gpus.checks)
@@ -36,7 +36,7 @@ def collect(records: str | Path | None = None) -> list[Check]:
 
 def as_dict(checks: list[Check]) -> dict[str, Any]:
     """The report for machines: {"moelab": version, "summary": {status: count}, "checks": [...]}."""
-    from .. import __version__
-    from .table import count
+    from moelab import __version__
+    from moelab.doctor.table import count
 
     return {"moelab": __version__, "summary": count(checks), "checks": [asdict(c) for c in checks]}

@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from .check import MISSING, OK, WARN, Check, ChildFailed, ask
+from moelab.doctor.check import MISSING, OK, WARN, Check, ChildFailed, ask
 
 SECTION = "GPU"
 MIN_DRIVER = 580  # the first that runs CUDA 13

@@ -7,7 +7,7 @@ import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from .check import MISSING, OK, WARN, Check, ChildFailed, ask
+from moelab.doctor.check import MISSING, OK, WARN, Check, ChildFailed, ask
 
 SECTION = "Libraries"
 GPU_EXTRA = "on a GPU host: pip install 'moelab[gpu]'"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .check import MISSING, OK, WARN, Check
+from moelab.doctor.check import MISSING, OK, WARN, Check
 
 # NVLink multicast stays off: a program that uses it can put GPUs that others share out of service.
 MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -20,7 +20,7 @@ PYTHONS = ((3, 11), (3, 14))
 
 
 def system_checks() -> Iterator[Check]:
-    from ..results.provenance import cpu_name, library_versions, source_state
+    from moelab.results.provenance import cpu_name, library_versions, source_state
 
     good = PYTHONS[0] <= sys.version_info[:2] < PYTHONS[1]
     yield Check(
@@ -120,10 +120,10 @@ def host_checks(has_gpu: bool) -> Iterator[Check]:
 
 def data_checks(records: str | Path | None) -> Iterator[Check]:
     """`records`: the folder of the user's own, as `--records`."""
-    from ..config import MoelabError
-    from ..results import Store, published
-    from ..results.store import machine
-    from ..share import share_dir
+    from moelab.config import MoelabError
+    from moelab.results import Store, published
+    from moelab.results.store import machine
+    from moelab.share import share_dir
 
     try:
         stems = sorted(p.stem for p in share_dir("notebooks").glob("*.ipynb"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .check import MISSING, OK, WARN, Check
+from moelab.doctor.check import MISSING, OK, WARN, Check
 
 STYLE = {OK: "green", WARN: "bold yellow", MISSING: "dim"}
 

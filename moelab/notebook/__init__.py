@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .colophon import Footer, footer
-from .execution import Run, run, tour
-from .locate import NotebookError, find, folder, names
-from .parameter import Parameter, check, parameters
+from moelab.notebook.colophon import Footer, footer
+from moelab.notebook.execution import Run, run, tour
+from moelab.notebook.locate import NotebookError, find, folder, names
+from moelab.notebook.parameter import Parameter, check, parameters
 
 __all__ = [
     "Footer",

@@ -33,8 +33,8 @@ class Footer:
 
 def footer() -> Footer:
     """Date (UTC), versions of moelab, Python and torch, commit, and GPU or processor of this machine."""
-    from .. import results
-    from ..results.record import now
+    from moelab import results
+    from moelab.results.record import now
 
     found = results.collect()
     labels = {"moelab": "moelab", "python": "Python", "torch": "torch"}

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .locate import NotebookError, find, folder, names
-from .parameter import check
+from moelab.notebook.locate import NotebookError, find, folder, names
+from moelab.notebook.parameter import check
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def tour(out_dir: str | Path = "report", *, progress: bool = True) -> Path:
     """Run every notebook of `folder()` in order and write <out_dir>/index.html, a gallery of them; returns
     its path. One that fails does not stop the rest: its card says so, and NotebookError is raised at the
     end."""
-    from . import gallery
+    from moelab.notebook import gallery
 
     found = [folder() / f"{name}.ipynb" for name in names()]
     if not found:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .colophon import footer
+from moelab.notebook.colophon import footer
 
 if TYPE_CHECKING:
-    from .execution import Run
+    from moelab.notebook.execution import Run
 
 STYLE = """ :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1c2430; --soft: #5b6675;
 --line: #dde2e8;

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..config import MoelabError
-from ..share import share_dir
+from moelab.config import MoelabError
+from moelab.share import share_dir
 
 
 class NotebookError(MoelabError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .locate import NotebookError, close
+from moelab.notebook.locate import NotebookError, close
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from math import comb
 
 import numpy as np
 
-from ..config import ConfigError, ModelConfig, ParallelConfig
+from moelab.config import ConfigError, ModelConfig, ParallelConfig
 
 
 def total_tokens(batch: int, q_len: int, parallel: ParallelConfig) -> int:

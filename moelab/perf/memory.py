@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..config import ConfigError, ModelConfig, ParallelConfig
-from .params import components
+from moelab.config import ConfigError, ModelConfig, ParallelConfig
+from moelab.perf.params import components
 
 KV_ITEMSIZE = 2  # BF16
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import ModelConfig, ParallelConfig
+from moelab.config import ModelConfig, ParallelConfig
 
 
 @dataclass(frozen=True)

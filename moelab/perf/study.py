@@ -16,9 +16,9 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 
-from ..config import ParallelConfig, preset
-from ..results import published
-from . import experts, memory, params
+from moelab.config import ParallelConfig, preset
+from moelab.perf import experts, memory, params
+from moelab.results import published
 
 HOLDS, DEPENDS, DIFFERS, OPEN = "holds", "depends", "differs", "open"
 

@@ -35,8 +35,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..config import ConfigError, ModelConfig, ParallelConfig
-from .experts import destinations
+from moelab.config import ConfigError, ModelConfig, ParallelConfig
+from moelab.perf.experts import destinations
 
 SCHEMES = (
     "expert-major", "per rank", "padded", "gather all", "EP, replicated", "EP, unfused", "EP, broadcast", "TP only",

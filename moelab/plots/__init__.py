@@ -6,11 +6,21 @@ and seaborn are imported when something is drawn, not before.
 
 from __future__ import annotations
 
-from .charts import curves, grouped_lengths, spread, spread_band, stacked
-from .deployment import draw_deployment
-from .exchange import draw_barrier, draw_regions, matrix
-from .layer import draw_layer, draw_schedules
-from .style import backend_color, category_color, ep_color, figure, label, roof, show_table, show_text, verdict_style
+from moelab.plots.charts import curves, grouped_lengths, spread, spread_band, stacked
+from moelab.plots.deployment import draw_deployment
+from moelab.plots.exchange import draw_barrier, draw_regions, matrix
+from moelab.plots.layer import draw_layer, draw_schedules
+from moelab.plots.style import (
+    backend_color,
+    category_color,
+    ep_color,
+    figure,
+    label,
+    roof,
+    show_table,
+    show_text,
+    verdict_style,
+)
 
 __all__ = [
     "backend_color",

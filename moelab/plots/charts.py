@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .style import PAINT, SOFT, backend_color
+from moelab.plots.style import PAINT, SOFT, backend_color
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..results import Record
+    from moelab.results import Record
 
 
 BAR = {"edgecolor": "white", "linewidth": 0.6, "zorder": 2}

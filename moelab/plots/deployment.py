@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..config import ModelConfig, ParallelConfig
-from .style import INK, LINE, PAINT, PANEL, SOFT, box, canvas
+from moelab.config import ModelConfig, ParallelConfig
+from moelab.plots.style import INK, LINE, PAINT, PANEL, SOFT, box, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .style import INK, LINE, PAINT, PANEL, SOFT, arrow, box, canvas
+from moelab.plots.style import INK, LINE, PAINT, PANEL, SOFT, arrow, box, canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

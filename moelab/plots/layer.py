@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..stages import CATEGORIES, MOE_LAYER, Launch
-from .style import INK, LINE, arrow, box, canvas, category_color, figure
+from moelab.plots.style import INK, LINE, arrow, box, canvas, category_color, figure
+from moelab.stages import CATEGORIES, MOE_LAYER, Launch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

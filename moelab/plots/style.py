@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..config import ConfigError
-from ..stages import CATEGORIES
+from moelab.config import ConfigError
+from moelab.stages import CATEGORIES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .provenance import Provenance, collect
-from .published import PublishedError
-from .record import Record, RecordError
-from .store import Damage, Entry, Store, StoreError
+from moelab.results.provenance import Provenance, collect
+from moelab.results.published import PublishedError
+from moelab.results.record import Record, RecordError
+from moelab.results.store import Damage, Entry, Store, StoreError
 
 __all__ = [
     "Damage",

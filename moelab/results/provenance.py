@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import MoelabError
-from .record import UNKNOWN_COMMIT
+from moelab.config import MoelabError
+from moelab.results.record import UNKNOWN_COMMIT
 
 LIBRARIES = (
     "moelab",
@@ -144,7 +144,7 @@ def library_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if "moelab" not in found:  # run from a clone by PYTHONPATH
-        from .. import __version__
+        from moelab import __version__
 
         found["moelab"] = __version__
     return dict(sorted(found.items()))

@@ -10,7 +10,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import MoelabError
+from moelab.config import MoelabError
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..config import MoelabError
+from moelab.config import MoelabError
 
 if TYPE_CHECKING:
-    from .provenance import Provenance
+    from moelab.results.provenance import Provenance
 
 CLOCKS = ("graph", "event", "wall", "none")
 KINDS = ("measured", "stand-in")

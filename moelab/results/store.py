@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import MoelabError
-from .record import Record, RecordError, Scalar
+from moelab.config import MoelabError
+from moelab.results.record import Record, RecordError, Scalar
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,8 +12,7 @@ import torch
 from moelab.config import MoelabError
 from moelab.launch import generate as module
 from moelab.launch.generate import Answer, Request, find_model, generate, in_order
-
-from .conftest import BOS, EOS
+from tests.launch.conftest import BOS, EOS
 
 
 def answers(request: Request) -> list[Answer]:
