@@ -33,9 +33,9 @@ class Token:
 class Engine:
     """Continuous batching over one rank's model; the ranks of a TP group must be given the same requests."""
 
-    def __init__(self, model: DeepSeek, max_tokens: int, cache_tokens: int = 16384):
-        """`max_tokens`: of one step, as the model's exchange was made for; `cache_tokens`: what the cache holds."""
-        self.model, self.max_tokens = model, max_tokens
+    def __init__(self, model: DeepSeek, cache_tokens: int = 16384):
+        """`cache_tokens`: what the cache holds. A step takes as many tokens as the model's exchange was made for."""
+        self.model = model
         dtype, device = model.embed_w.dtype, model.embed_w.device
         pages = pages_for(cache_tokens)
         self.cache = PagedCache(model.num_caches, pages, model.config.latent_dim, dtype, device)
@@ -66,7 +66,7 @@ class Engine:
     def step(self) -> list[Token]:
         """Run one step and give its new tokens. Collective over all ranks."""
         self._admit()
-        chosen = choose(self.running, self.max_tokens)
+        chosen = choose(self.running, self.model.all_to_all.spec.max_tokens)
         state = self.model.begin(build(chosen, self.model.embed_w.device), self.cache.rows)
         run_layers(self.model, state)
         self.all_idle = state.all_idle if state.all_idle is not None else not chosen

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from moelab.comm import AllToAll, VirtualRanks
 from moelab.comm.tensor_parallel import TensorParallelGroup
-from moelab.config import ModelConfig, ParallelConfig
+from moelab.config import ConfigError, ModelConfig, ParallelConfig
 from moelab.model.batch import Batch, State
 from moelab.model.layer import DecoderLayer
 from moelab.model.mtp import MTP
@@ -53,6 +53,9 @@ class DeepSeek:
         where the experts' exchange happens, as `AllToAll` takes it; by default the default process group, or this
         process alone.
         """
+        if dtype not in PAYLOAD:
+            # float16 overflows in DeepSeek-V3's activations.
+            raise ConfigError(f"dtype is {dtype}: legal are {', '.join(map(str, PAYLOAD))}")
         checkpoint = Checkpoint(folder, dtype, device)
         config = checkpoint.config
         parallel.check(config)

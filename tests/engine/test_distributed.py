@@ -33,7 +33,7 @@ def write_texts(rank, folder: str, dp: int, tp: int, requests: list[list[int]]) 
     parallel = ParallelConfig(dp, tp)
     group = parallel.dp_group(rank.index)
     model = DeepSeek.load(folder, parallel, 128, rank=rank.index, group=rank.groups[parallel.ep])
-    engine = Engine(model, max_tokens=128, cache_tokens=2048)
+    engine = Engine(model, cache_tokens=2048)
     mine = [i for i in range(len(requests)) if (i * i) % dp == group]
     sequences = {i: engine.add(i, requests[i], Sampling(COUNT)) for i in mine}
     for _ in engine.run():
@@ -45,7 +45,7 @@ def write_texts(rank, folder: str, dp: int, tp: int, requests: list[list[int]]) 
 @pytest.fixture(scope="module")
 def alone():
     """One process, one rank."""
-    engine = Engine(load_alone(TINYSEEK, max_tokens=128), max_tokens=128, cache_tokens=2048)
+    engine = Engine(load_alone(TINYSEEK, max_tokens=128), cache_tokens=2048)
     sequences = [engine.add(i, prompt, Sampling(COUNT)) for i, prompt in enumerate(prompts())]
     for _ in engine.run():
         pass

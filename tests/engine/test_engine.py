@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moelab.comm import VirtualRanks
-from moelab.config import MoelabError, ParallelConfig
+from moelab.config import ConfigError, MoelabError, ParallelConfig
 from moelab.engine.batch import build, choose
 from moelab.engine.engine import Engine
 from moelab.engine.executor import run_layers
@@ -39,7 +39,7 @@ def outputs(engine):
 
 
 def test_greedy_text_equals_transformers_for_prompts_longer_and_shorter_than_a_step(model, oracle):
-    engine = Engine(model, max_tokens=64, cache_tokens=1024)
+    engine = Engine(model, cache_tokens=1024)
     prompts = [torch.randint(2, 320, (n,)).tolist() for n in (150, 1, 40)]
     for i, prompt in enumerate(prompts):
         engine.add(i, prompt, Sampling(12))
@@ -62,7 +62,7 @@ def test_the_shared_expert_between_send_and_receive_changes_no_bit(model):
 
 
 def test_requests_wait_for_pages_and_all_of_them_finish(model, oracle):
-    engine = Engine(model, max_tokens=64, cache_tokens=192)  # three pages, one request each
+    engine = Engine(model, cache_tokens=192)  # three pages, one request each
     prompts = [torch.randint(2, 320, (20 + i,)).tolist() for i in range(7)]
     for i, prompt in enumerate(prompts):
         engine.add(i, prompt, Sampling(5))
@@ -73,7 +73,7 @@ def test_requests_wait_for_pages_and_all_of_them_finish(model, oracle):
 
 
 def test_the_end_of_sequence_id_ends_a_request(model):
-    engine = Engine(model, max_tokens=64)
+    engine = Engine(model)
     sequence = engine.add(0, [5, 6, 7], Sampling(10))
     logits = torch.zeros(320)
     logits[model.config.eos_token_id] = 1
@@ -94,7 +94,7 @@ def test_the_end_of_sequence_id_ends_a_request(model):
     ],
 )
 def test_requests_that_can_never_run_are_refused(model, prompt, max_tokens, message):
-    engine = Engine(model, max_tokens=64, cache_tokens=192)
+    engine = Engine(model, cache_tokens=192)
     with pytest.raises(MoelabError, match=message):
         engine.add(0, prompt, Sampling(max_tokens))
     assert not engine.waiting
@@ -153,7 +153,7 @@ def test_ranks_with_unequal_and_no_requests_step_together_and_stop_after_the_sam
     def rank(r):
         try:
             model = DeepSeek.load(tiny_checkpoint, parallel, 32, rank=r, group=world.rank(r))
-            engine = Engine(model, max_tokens=32, cache_tokens=512)
+            engine = Engine(model, cache_tokens=512)
             requests = [engine.add(i, prompt, Sampling(3 + 4 * r)) for i, prompt in enumerate(prompts[r])]
             steps[r] = 0
             while not engine.all_idle:
@@ -171,3 +171,8 @@ def test_ranks_with_unequal_and_no_requests_step_together_and_stop_after_the_sam
     assert len(set(steps.values())) == 1
     for r in range(4):
         assert texts[r] == [oracle_greedy(oracle, prompt, 3 + 4 * r) for prompt in prompts[r]]
+
+
+def test_half_precision_is_refused_before_anything_is_read(tiny_checkpoint):
+    with pytest.raises(ConfigError, match="float16: legal are torch.float32, torch.bfloat16"):
+        load_alone(tiny_checkpoint, dtype=torch.float16)
