@@ -1,0 +1,98 @@
+"""The README is true to the letter: its programs run, its commands exist, its tree and numbers are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+PROGRAMS = [text for language, text in FENCED if language == "python"]
+BLOCKS = [text for language, text in FENCED if not language]
+
+
+def run(*command: str, cwd: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if "torch.distributed" not in p])
+def test_programs_run(program, tmp_path):
+    (tmp_path / "program.py").write_text(program)
+    output = run(sys.executable, "program.py", cwd=tmp_path)
+    assert output.strip()
+    if "memory.fit" in program:
+        assert output.splitlines() == [
+            "16.6 GB of weights, 164 requests of 5,000 tokens per DP group",
+            "2.00 active experts per GPU and layer",
+        ]
+
+
+def test_the_exchange_program_is_thirty_lines_and_right(tmp_path):
+    (program,) = [p for p in PROGRAMS if "torch.distributed" in p]
+    assert len(program.splitlines()) <= 33
+    (tmp_path / "exchange.py").write_text(program)
+    output = run(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "exchange.py",
+        cwd=tmp_path,
+    )
+    sent = re.findall(r"rank (\d): sent (\d+) tokens, computed (\d+) rows, largest error ([\d.]+)", output)
+    assert sorted((int(r), int(t)) for r, t, _, _ in sent) == [(0, 0), (1, 3), (2, 6), (3, 9)]
+    assert sum(int(rows) for _, _, rows, _ in sent) == 18 * 4
+    assert all(float(error) < 0.05 for *_, error in sent)
+
+
+def test_commands_exist():
+    commands = [line for block in BLOCKS for line in block.splitlines() if "moelab " in line or line.startswith("make")]
+    assert len(commands) >= 6
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        if words[0] == "make":
+            assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+            continue
+        verbs = [word for word in words[1:3] if word.isalpha()]
+        help_text = run(sys.executable, "-m", "moelab", *verbs, "--help", cwd=ROOT)
+        assert all(word.split("=")[0] in help_text for word in words if word.startswith("--")), line
+
+
+def test_the_tree_is_the_tree():
+    (tree,) = [block for block in BLOCKS if block.startswith("moelab/\n")]
+    lines = [line.split()[0] for line in tree.splitlines()]
+    inside = [name for name, line in zip(lines, tree.splitlines(), strict=True) if line.startswith("  ")]
+    for name in inside:
+        assert (ROOT / "moelab" / name).exists(), name
+    for name in set(lines) - set(inside):
+        assert (ROOT / name).exists(), name
+    there = {p.name for p in (ROOT / "moelab").iterdir() if not p.name.startswith(("_", "."))}
+    assert there - {"py.typed", "share.py"} == {name.rstrip("/") for name in inside}
+
+
+def test_figures_are_there_and_small():
+    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT):
+        assert (ROOT / path).stat().st_size < 200_000
+
+
+def test_tinyseeks_numbers_are_the_records():
+    lines = (ROOT / "moelab/data/records/h200x1/tinyseek.jsonl").read_text().splitlines()
+    values = {}
+    for record in map(json.loads, lines):
+        values.setdefault(record["metric"], []).append(record["p50"])
+    assert f"**{values['heldout_bits_per_byte'][0]:.3f} bits per byte**" in TEXT
+    assert f"`xz -9`: {values['xz_bits_per_byte'][0]:.3f}" in TEXT
+    assert f"accepted at {max(values['mtp_acceptance']):.3f}" in TEXT
