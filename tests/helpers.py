@@ -51,12 +51,13 @@ class Session:
                 continue
             span = torch.arange(lengths[i], lengths[i] + len(new))
             lengths[i] += len(new)
-            chunks.append(Chunk(len(new), lengths[i], self.pages[i]))
+            chunks.append(Chunk(len(new), lengths[i], self.pages[i].to(self.cache.device)))
             slots.append(self.pages[i][span // PAGE_SIZE] * PAGE_SIZE + span % PAGE_SIZE)
             positions.append(span)
         empty = torch.empty(0, dtype=torch.int64)
         flat = torch.tensor([t for new in tokens for t in new], dtype=torch.int64)
-        return Batch(flat, torch.cat([empty, *positions]), torch.cat([empty, *slots]), chunks, absorbed, bool(chunks))
+        columns = (flat, torch.cat([empty, *positions]), torch.cat([empty, *slots]))
+        return Batch(*(column.to(self.cache.device) for column in columns), chunks, absorbed, bool(chunks))
 
 
 def one_state(model: DeepSeek, tokens: list[int]) -> State:

@@ -128,3 +128,47 @@ def test_held_out_text_costs_as_few_bits_as_the_records_say():
         bits -= logits.log_softmax(-1).gather(-1, tokens[1:, None]).sum().item() / torch.tensor(2.0).log().item()
         count += len(tokens) - 1
     assert bits / count < 1.4
+
+
+def text_on_gpu(rank, folder: str, dp: int, tp: int, prompt: list[int]) -> list[int]:
+    """Greedy text in bfloat16 on this rank's GPU; only the last group has the request."""
+    parallel = ParallelConfig(dp, tp)
+    group = rank.groups[parallel.ep] if parallel.ep > 1 else None
+    options = dict(rank=rank.index, group=group, dtype=torch.bfloat16, device=str(rank.device))
+    model = DeepSeek.load(folder, parallel, 128, **options)
+    engine = Engine(model, cache_tokens=1024)
+    busy = parallel.dp_group(rank.index) == dp - 1
+    sequence = engine.add(0, prompt, Sampling(COUNT)) if busy else None
+    for _ in engine.run():
+        pass
+    model.close()
+    return sequence.output if busy else []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_two_gpus_write_what_one_writes(nccl_pool, dp, tp):
+    """Over NCCL, an idle group beside a busy one, and attention cut by heads."""
+    if nccl_pool.size != 2:
+        pytest.skip(f"an exchange over NCCL takes all ranks; this pool has {nccl_pool.size}")
+    prompt = prompts()[1]
+    results = nccl_pool.run(text_on_gpu, str(TINYSEEK), dp, tp, prompt)
+    alone = nccl_pool.submit(0, text_on_gpu, str(TINYSEEK), 1, 1, prompt).result(60)
+    assert results[-1] == alone and len(alone) == COUNT
+    assert results[0] == ([] if dp == 2 else alone)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_bfloat16_on_a_gpu_stays_near_float32_on_the_cpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    tokens = prompts()[1]
+    reference = load_alone(TINYSEEK)
+    expected = reference.logits(Session(reference).feed(tokens, absorbed=False))
+    model = load_alone(TINYSEEK, dtype=torch.bfloat16, device="cuda")
+    session = Session(model)
+    ours = model.logits(session.feed(tokens, absorbed=True)).cpu()
+    assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95
+    error = (ours - expected).square().mean().sqrt() / expected.std()
+    assert 1e-4 < error < 0.05, error
