@@ -13,6 +13,7 @@ import pytest
 
 from moelab import __version__, cli
 from moelab.results import Provenance, Record, Store
+from moelab.results import store as store_module
 
 
 @pytest.fixture
@@ -31,8 +32,9 @@ def moelab(capsys):
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """Two benches in ./records: alltoall twice (one outdone), gemm dirty."""
+    """Two benches in ./records: alltoall twice (one outdone), gemm dirty. The package's records are out of sight."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(store_module, "PACKAGE_RECORDS", tmp_path / "none")
     store = Store()
     for bench, value, day, dirty in [
         ("alltoall", 9.0, 1, False),
@@ -158,6 +160,13 @@ def test_records_list(moelab, store):
     assert listed[0]["own"] and listed[0]["line"] == 2 and listed[0]["file"].endswith("h200x2/alltoall.jsonl")
 
 
+def test_the_packages_records_are_listed_beside_ones_own(moelab, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    listed = json.loads(moelab("records", "list", "--json")[1])
+    assert "heldout_bits_per_byte" in {r["metric"] for r in listed if r["bench"] == "tinyseek"}
+    assert not any(r["own"] or r["dirty"] for r in listed)
+
+
 def test_a_stand_in_is_marked_as_one(moelab, store):
     record = store.records("alltoall")[0]
     store.append(Record(**record.to_dict() | {"kind": "stand-in", "metric": "combine"}))
@@ -187,14 +196,12 @@ def test_records_of_another_folder_and_damage_on_standard_error(store):
         [sys.executable, "-m", "moelab", "records", "list", "--records", store.directory.resolve(), "--json"],
         capture_output=True, text=True, cwd="/",
     )  # fmt: skip
-    assert done.returncode == 0 and len(json.loads(done.stdout)) == 2
+    assert done.returncode == 0 and len([r for r in json.loads(done.stdout) if r["own"]]) == 2
     assert f"warning: damaged record passed over: {path.resolve()}:2: not JSON" in done.stderr
 
 
 def test_no_records_is_said_on_standard_error(moelab, tmp_path, monkeypatch):
-    from moelab.results import store as module
-
-    monkeypatch.setattr(module, "PACKAGE_RECORDS", tmp_path / "none")
+    monkeypatch.setattr(store_module, "PACKAGE_RECORDS", tmp_path / "none")
     monkeypatch.chdir(tmp_path)
     status, out, err = moelab("records", "list")
     assert status == 0 and out == "" and "no records" in err
