@@ -14,23 +14,32 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from model import Config, MoE, RMSNorm, TinySeek, Weight, dequantise_blocks, quantise_blocks
-from safetensors.torch import load_file, save_file
+from model import MoE, RMSNorm, TinySeek, Weight
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from moelab.config import ModelConfig
+from moelab.model.weights import Checkpoint
+from moelab.ops.fp8 import BLOCK, quantize_block
+
 SPECIAL = {"<|bos|>": 256, "<|eos|>": 257}
+# What config.json holds of a ModelConfig as it is, in the file's order.
+FIELDS = (
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers first_k_dense_replace "
+    "num_nextn_predict_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+    "v_head_dim n_routed_experts n_shared_experts num_experts_per_tok n_group topk_group routed_scaling_factor "
+    "rms_norm_eps rope_theta max_position_embeddings bos_token_id eos_token_id"
+).split()
 
 
-def hf_config(c: Config) -> dict:
-    """config.json in the hub's spelling."""
-    d = asdict(c)
-    original = "original_max_position_embeddings"
-    for key in ("rope_factor", original, "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        d.pop(key)
+def hf_config(c: ModelConfig) -> dict:
+    """config.json in the hub's spelling: what `ModelConfig.from_hf` reads as `c`."""
+    yarn = asdict(c.rope)
+    values = {**asdict(c), "rope_theta": yarn.pop("theta")}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        **d,
+        **{name: values[name] for name in FIELDS},
         "num_key_value_heads": c.num_attention_heads,
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
@@ -39,20 +48,12 @@ def hf_config(c: Config) -> dict:
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": c.rope_factor,
-            "original_max_position_embeddings": c.original_max_position_embeddings,
-            "beta_fast": c.beta_fast,
-            "beta_slow": c.beta_slow,
-            "mscale": c.mscale,
-            "mscale_all_dim": c.mscale_all_dim,
-        },
+        "rope_scaling": {"type": "yarn", **yarn},
         "quantization_config": {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
+            "weight_block_size": [BLOCK, BLOCK],
         },
         "initializer_range": 0.02,
         "tie_word_embeddings": False,
@@ -97,7 +98,7 @@ def state_dict(model: TinySeek) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
 
     def put_fp8(name: str, w: Tensor) -> None:
-        out[f"{name}.weight"], out[f"{name}.weight_scale_inv"] = quantise_blocks(w)
+        out[f"{name}.weight"], out[f"{name}.weight_scale_inv"] = quantize_block(w)
 
     for name, module in _tensors(model):
         if isinstance(module, Weight) and module.fp8:
@@ -126,25 +127,17 @@ def save(model: TinySeek, folder: Path) -> None:
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> TinySeek:
     """The checkpoint as a training module on the CPU, weights dequantised to fp32; `dtype` is the compute dtype.
 
-    Raises KeyError for a missing tensor and ValueError for extra ones.
+    Raises CheckpointError for a missing, an extra or a misshapen tensor.
     """
-    model = TinySeek(Config.from_hf(json.loads((folder / "config.json").read_text())), dtype).eval()
-    tensors = load_file(folder / "model.safetensors")
-
-    def take(name: str) -> Tensor:
-        w = tensors.pop(f"{name}.weight")
-        scale = tensors.pop(f"{name}.weight_scale_inv", None)
-        return w.float() if scale is None else dequantise_blocks(w, scale)
-
+    stored = Checkpoint(folder)
+    model = TinySeek(stored.config, dtype).eval()
     for name, module in _tensors(model):
-        module.weight.data.copy_(take(name))
+        module.weight.data.copy_(stored.linear(name))
     for name, moe in _experts(model):
-        moe.gate.weight.data.copy_(take(f"{name}.gate"))
-        moe.gate.e_score_correction_bias.copy_(tensors.pop(f"{name}.gate.e_score_correction_bias"))
+        moe.gate.weight.data.copy_(stored.linear(f"{name}.gate"))
+        moe.gate.e_score_correction_bias.copy_(stored.tensor(f"{name}.gate.e_score_correction_bias"))
         for matrix, w in _matrices(name, moe):
-            w.copy_(take(matrix))
-    if tensors:
-        raise ValueError(f"{folder}: tensors that the model lacks: {', '.join(sorted(tensors)[:5])}")
+            w.copy_(stored.linear(matrix))
     return model
 
 

@@ -41,7 +41,10 @@ from model import TinySeek
 from torch import Tensor
 from tqdm import tqdm
 
-HELDOUT = Path(__file__).resolve().parents[2] / "moelab" / "data" / "tinyseek" / "heldout"
+from moelab.config import ModelConfig
+from moelab.engine.routing import HELDOUT
+from moelab.results import Record, Store, collect
+
 Files = dict[str, bytes]
 
 
@@ -64,7 +67,9 @@ def windows(files: Files, context: int, stride: int, bos: int, eos: int) -> Iter
                 scored = end
 
 
-def batches(files: Files, c, context: int, stride: int, size: int, device: torch.device) -> Iterator[tuple]:
+def batches(
+    files: Files, c: ModelConfig, context: int, stride: int, size: int, device: torch.device
+) -> Iterator[tuple]:
     """(tokens [b, context + 1], scored bool [b, context + 1]) on the device."""
     rows = list(windows(files, context, stride, c.bos_token_id, c.eos_token_id))
     place = torch.arange(context + 1)
@@ -77,7 +82,7 @@ def batches(files: Files, c, context: int, stride: int, size: int, device: torch
 
 @torch.inference_mode()
 def bits_per_byte(
-    logits: Callable[[Tensor], Tensor], files: Files, c, device: torch.device, *, context: int = 1024,
+    logits: Callable[[Tensor], Tensor], files: Files, c: ModelConfig, device: torch.device, *, context: int = 1024,
     stride: int = 512, size: int = 32, progress: bool = False,
 ) -> float:  # fmt: skip
     """Mean -log2 p of the bytes of the files; `logits` maps tokens [b, S] to [b, S, V]."""
@@ -179,9 +184,7 @@ def evaluate(
 
 
 def write_records(result: dict, folder: Path, device: torch.device, seed: int | None) -> None:
-    """Append the result's numbers as records of bench "tinyseek" (needs the moelab package on the path)."""
-    from moelab.results import Record, Store, collect
-
+    """Append the result's numbers as records of bench "tinyseek"."""
     where = collect(device.type, gpu_count=1 if device.type == "cuda" else None)
     store = Store(folder, package=False)
     params = {"context": result["context"], "stride": result["stride"], "heldout_bytes": result["heldout_bytes"]}

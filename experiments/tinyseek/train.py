@@ -30,11 +30,13 @@ import checkpoint
 import corpus
 import evaluate
 import torch
-from model import SMOKE, Config, TinySeek, run_layer
+from model import SMOKE, TINYSEEK, TinySeek, run_layer
 from optim import Optimiser
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
+
+from moelab.config import ModelConfig
 
 LOG_EVERY = 50
 
@@ -78,7 +80,9 @@ class Chunks:
     should find what training has seen.
     """
 
-    def __init__(self, files: dict[str, bytes], c: Config, batch: int, sequence: int, seed: int, device: torch.device):
+    def __init__(
+        self, files: dict[str, bytes], c: ModelConfig, batch: int, sequence: int, seed: int, device: torch.device
+    ):
         ends = torch.tensor([c.eos_token_id]), torch.tensor([c.bos_token_id])
         self.documents = [
             torch.cat((ends[1], torch.frombuffer(bytearray(data), dtype=torch.uint8).long(), ends[0]))
@@ -151,7 +155,7 @@ def train(args: argparse.Namespace, data: corpus.Corpus) -> tuple[TinySeek, dict
     """Train and write args.out/curve.csv; returns the model and what happened."""
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-    c = SMOKE if args.smoke else Config()
+    c = SMOKE if args.smoke else TINYSEEK
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = TinySeek(c, dtype, args.dropout).to(device).train()
     gates = model.gates()

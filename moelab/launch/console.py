@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moelab.launch.failure import LaunchError
 
@@ -30,7 +30,7 @@ def generate(
 
     with _ending_cleanly():
         request = Request(model, prompts, max_tokens, dp, tp, temperature, seed, device)
-        pieces = start(request, _say)
+        pieces = start(request, _say, _loading_bar())
         try:
             with contextlib.closing(pieces):
                 if as_json:
@@ -42,6 +42,22 @@ def generate(
             if failure.report:
                 print(failure.report, file=sys.stderr, flush=True)
             raise
+
+
+def _loading_bar() -> Callable[[int, int], None]:
+    """A bar for loading, on standard error; none where loading takes less than two seconds."""
+    from tqdm import tqdm
+
+    bar = None
+
+    def loaded(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or tqdm(total=total, desc="loading", unit="layer", delay=2, leave=False)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return loaded
 
 
 def _write(text: str) -> None:

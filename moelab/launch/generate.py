@@ -53,11 +53,16 @@ def find_model(name: str) -> Path:
     return folder
 
 
-def generate(request: Request, say: Callable[[str], None] = lambda line: None) -> Iterator[tuple[int, str, Answer]]:
+def generate(
+    request: Request,
+    say: Callable[[str], None] = lambda line: None,
+    loaded: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[tuple[int, str, Answer]]:
     """(prompt's number, new text, its answer so far) as they come, from all prompts interleaved.
 
-    Starts ranks of its own and ends them, also when the caller stops early. `say` gets lines of progress.
-    Raises `MoelabError` before anything starts for what cannot run; `RankFailure` when a rank fails.
+    Starts ranks of its own and ends them, also when the caller stops early. `say` gets lines of progress, `loaded` how
+    many of how many layers the first rank has loaded. Raises `MoelabError` before anything starts for what cannot run;
+    `RankFailure` when a rank fails.
     """
     folder = find_model(request.model)
     config = ModelConfig.from_hf(folder)
@@ -78,6 +83,9 @@ def generate(request: Request, say: Callable[[str], None] = lambda line: None) -
     started = time.monotonic()
     with launch("moelab.launch.generate_rank:generate", _job(request, folder, prompts), ranks, request.device) as run:
         for _, event in run:
+            if "loaded" in event:
+                loaded(event["loaded"], event["layers"])
+                continue
             if "ready" in event:
                 say(f"ready after {time.monotonic() - started:.1f} s: {event['ready']}")
                 started = time.monotonic()

@@ -20,12 +20,17 @@ MAX_CACHE_TOKENS = 65536
 
 
 def generate(context: Context, job: dict[str, Any]) -> None:
-    """For `launch`. Each group's first rank emits {prompt, token, last}; rank 0 emits {ready} before."""
+    """For `launch`. Each group's first rank emits {prompt, token, last}; before, rank 0 emits {loaded, layers} after
+    each layer, and {ready}."""
     parallel = ParallelConfig(job["dp"], job["tp"], gpus_per_node=context.world_size)
     dtype = torch.float32 if context.device == "cpu" else torch.bfloat16
-    model = DeepSeek.load(
-        job["folder"], parallel, job["step_tokens"], rank=context.rank, dtype=dtype, device=context.device
-    )
+
+    def progress(done: int, total: int) -> None:
+        if context.rank == 0:
+            context.emit({"loaded": done, "layers": total})
+
+    where = dict(rank=context.rank, dtype=dtype, device=context.device)
+    model = DeepSeek.load(job["folder"], parallel, job["step_tokens"], **where, progress=progress)
     group = parallel.dp_group(context.rank)
     mine = {i: ids for i, ids in enumerate(job["prompts"]) if i % parallel.dp == group}
     engine = Engine(model, _cache_tokens(mine.values(), job["max_tokens"]))

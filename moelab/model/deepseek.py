@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +47,13 @@ class DeepSeek:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         group: object | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> DeepSeek:
         """Load this rank's share. Collective over the default process group where `parallel.ep` > 1.
 
         `max_tokens` is the most tokens that one DP group may bring to a step, the same on all ranks. `group` is
         where the experts' exchange happens, as `AllToAll` takes it; by default the default process group, or this
-        process alone.
+        process alone. `progress` is told after each layer how many of how many are loaded.
         """
         if dtype not in PAYLOAD:
             # float16 overflows in DeepSeek-V3's activations.
@@ -72,10 +74,10 @@ class DeepSeek:
             device=device,
         )
         tp_group = TensorParallelGroup.create(parallel, rank, group)
-        layers = [
-            DecoderLayer.load(checkpoint, layer, parallel, rank, all_to_all, tp_group)
-            for layer in range(config.num_hidden_layers + config.num_nextn_predict_layers)
-        ]
+        layers, total = [], config.num_hidden_layers + config.num_nextn_predict_layers
+        for layer in range(total):
+            layers.append(DecoderLayer.load(checkpoint, layer, parallel, rank, all_to_all, tp_group))
+            progress(len(layers), total)
         mtp = MTP.load(checkpoint, layers.pop()) if config.num_nextn_predict_layers else None
         return cls(
             config,

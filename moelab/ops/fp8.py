@@ -7,6 +7,7 @@ counted with ceil, so a weight of 576 rows has 5 rows of scales, the last for 64
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 BLOCK = 128
 E4M3_MAX = 448.0
@@ -16,22 +17,22 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def dequantize_block(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """weight [N, K] float8_e4m3fn, scale [⌈N/128⌉, ⌈K/128⌉] float32 -> [N, K] in `dtype`, multiplied in float32."""
-    rows, cols = weight.shape
-    spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+def dequantize_block(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """weight [..., N, K] float8_e4m3fn, scale [..., ⌈N/128⌉, ⌈K/128⌉] float32 -> [..., N, K] in `dtype`, multiplied in
+    float32."""
+    rows, cols = weight.shape[-2:]
+    spread = scale.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :cols]
     return (weight.float() * spread).to(dtype)
 
 
 def quantize_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [N, K] of any float dtype -> (float8_e4m3fn [N, K], float32 [⌈N/128⌉, ⌈K/128⌉]).
+    """weight [..., N, K] of any float dtype -> (float8_e4m3fn [..., N, K], float32 [..., ⌈N/128⌉, ⌈K/128⌉]).
 
     scale = max|w| / 448 over the block; a block of zeros gets the scale of 1e-12 and stays zero.
     """
-    rows, cols = weight.shape
-    padded = torch.zeros(num_blocks(rows) * BLOCK, num_blocks(cols) * BLOCK, device=weight.device)
-    padded[:rows, :cols] = weight.float()
-    blocks = padded.view(num_blocks(rows), BLOCK, num_blocks(cols), BLOCK)
-    scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / E4M3_MAX
-    quantized = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    return quantized.view(padded.shape)[:rows, :cols].contiguous(), scale
+    rows, cols = weight.shape[-2:]
+    padded = pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(-1, (num_blocks(cols), BLOCK)).unflatten(-3, (num_blocks(rows), BLOCK))
+    scale = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / E4M3_MAX
+    quantized = (blocks / scale[..., :, None, :, None]).to(torch.float8_e4m3fn)
+    return quantized.view(padded.shape)[..., :rows, :cols].contiguous(), scale

@@ -63,9 +63,13 @@ def cos_sin(config: ModelConfig, positions: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn neighbouring pairs. x [T, ..., d], cos and sin [T, d/2] -> like x, computed in float32."""
-    even, odd = x.float().unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
+    """Turn each token's pairs. x [T, ..., d], cos and sin [T, d/2] -> like x, computed in float32."""
     shape = (x.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
-    cos, sin = cos.view(shape), sin.view(shape)
+    return turn_pairs(x, cos.view(shape), sin.view(shape))
+
+
+def turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn neighbouring pairs. x [..., d], cos and sin broadcast to [..., d/2] -> like x, computed in float32."""
+    even, odd = x.float().unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)

@@ -9,15 +9,26 @@ from hypothesis import strategies as st
 from moelab.ops.fp8 import dequantize_block, quantize_block
 
 
-@given(st.integers(1, 300), st.integers(1, 300))
-def test_round_trip_is_within_half_a_step_and_counts_blocks_with_ceil(rows, cols):
-    weight = torch.randn(rows, cols) * torch.rand(rows, 1) * 10
+@given(st.sampled_from([(), (3,), (2, 2)]), st.integers(1, 300), st.integers(1, 300))
+def test_round_trip_is_within_half_a_step_and_counts_blocks_with_ceil(stack, rows, cols):
+    weight = torch.randn(*stack, rows, cols) * torch.rand(*stack, rows, 1) * 10
     quantized, scale = quantize_block(weight)
-    assert quantized.shape == weight.shape and scale.shape == (-(-rows // 128), -(-cols // 128))
+    assert quantized.shape == weight.shape and scale.shape == (*stack, -(-rows // 128), -(-cols // 128))
     back = dequantize_block(quantized, scale, torch.float32)
-    spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+    spread = scale[..., (torch.arange(rows) // 128)[:, None], torch.arange(cols) // 128]
     # e4m3 keeps 3 bits of mantissa; below 2^-6 its steps are 2^-9, times the scale.
     assert ((back - weight).abs() <= weight.abs() * 2**-4 + spread * 2**-10 * 1.001).all()
+
+
+def test_a_stack_is_its_matrices_one_by_one():
+    weight = torch.randn(2, 3, 200, 130) * torch.logspace(-3, 3, 6).view(2, 3, 1, 1)
+    quantized, scale = quantize_block(weight)
+    back = dequantize_block(quantized, scale, torch.bfloat16)
+    for i in range(2):
+        for j in range(3):
+            alone = quantize_block(weight[i, j])
+            assert torch.equal(quantized[i, j].float(), alone[0].float()) and torch.equal(scale[i, j], alone[1])
+            assert torch.equal(back[i, j], dequantize_block(*alone, torch.bfloat16))
 
 
 def test_the_last_blocks_of_576_rows_are_read_with_their_own_scale():

@@ -39,7 +39,7 @@ def test_readme_describes_the_table(name):
 def test_no_table_points_at_a_place_that_is_not_shipped():
     for path in published.FOLDER.iterdir():
         text = path.read_text()
-        assert "spec/" not in text and "/work" not in text
+        assert "spec/" not in text and "shared/" not in text
 
 
 def test_an_unknown_table_names_the_close_one():
