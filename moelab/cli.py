@@ -34,6 +34,8 @@ app = typer.Typer(
 )
 records_app = typer.Typer(help="Look at measurements, your own and the package's.", no_args_is_help=True)
 app.add_typer(records_app, name="records")
+bench_app = typer.Typer(help="Time what runs on the GPUs at hand, into records.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
 Records = Annotated[
@@ -202,6 +204,26 @@ def tour(
     from moelab import notebook as module
 
     print(module.tour(out))
+
+
+@bench_app.command("ops")
+def bench_ops(
+    op: Annotated[
+        list[str] | None, typer.Option("--op", metavar="NAME", help="quantize, rms_norm, silu_mul; repeatable. [all]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few settings of each op.")] = False,
+    as_json: AsJson = False,
+    records: Annotated[
+        Path, typer.Option("--records", metavar="DIR", help="Folder the records are appended to.")
+    ] = Path("records"),
+) -> None:
+    """Time the ops of a layer on one GPU, beside others that do the same job.
+
+    Replays of a CUDA graph over inputs that are not in the cache; shares are of roofs measured in the same run.
+    """
+    from moelab.bench.console import ops
+
+    ops(op or [], quick, as_json, records)
 
 
 @records_app.command("list")

@@ -1,17 +1,10 @@
-"""Expert-side layouts: where the rows of an expert begin, and the three formats of FP8 scales.
+"""Expert-side layouts: where the rows of an expert begin, and what an exchange writes there.
 
 Rows are either padded per expert, [L, dp·M, H] with a count for each (masked grouped GEMM), or contiguous, where each
 expert's segment starts at a multiple of 128 rows so that no GEMM tile straddles two experts.
 
-Scales arrive as float32, one for 128 values, S = ceil(H/128) a row. Grouped GEMMs on Hopper and Blackwell read them
-in other shapes, so the receiver writes the one it is asked for:
-
-- `row`: float32 [..., rows, S], row-major.
-- `column_tma`: the same logical shape, column-major: stride(-2) = 1 and stride(-1) = rows rounded up to 4, since a
-  TMA copy wants every column to start at a multiple of 16 bytes.
-- `ue8m0`: int32 [..., rows, ceil(S/4)], column-major likewise; each int32 packs the exponents of four consecutive
-  scales, the first in the lowest byte, and exponent byte e means 2^(e-127). Only exact powers of two can be so
-  written.
+Scales arrive as float32, one for 128 values, and the receiver writes them in the format it is asked for; the formats
+are those of the kernels, `moelab.ops.layout`.
 """
 
 from __future__ import annotations
@@ -19,13 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelab.comm.spec import ALIGN, ExchangeSpec, round_up
+from moelab.comm.spec import ExchangeSpec
+from moelab.ops import layout
+from moelab.ops.layout import is_power_of_two, pack_ue8m0, segment_starts, unpack_ue8m0
 
-
-def segment_starts(counts: Tensor) -> Tensor:
-    """First row of each expert in the contiguous_128 layout. counts [L] int32 -> starts [L] int32."""
-    padded = (counts + (ALIGN - 1)) // ALIGN * ALIGN
-    return (torch.cumsum(padded, 0) - padded).to(torch.int32)
+__all__ = [
+    "dequantize_rows", "empty_rows", "empty_scales", "grouped_layout", "is_power_of_two", "pack_ue8m0",
+    "segment_starts", "unpack_ue8m0", "write_scales",
+]  # fmt: skip
 
 
 def grouped_layout(counts: Tensor, capacity: int) -> Tensor:
@@ -47,13 +41,7 @@ def empty_scales(spec: ExchangeSpec, device: torch.device) -> Tensor | None:
     """Uninitialised scales of the expert side in the format of the spec; None unless the payload is fp8."""
     if not spec.num_scales:
         return None
-    *lead, rows, _ = spec.rows_shape
-    if spec.scales == "row":
-        return torch.empty(*lead, rows, spec.num_scales, dtype=torch.float32, device=device)
-    packed = spec.scales == "ue8m0"
-    columns = -(-spec.num_scales // 4) if packed else spec.num_scales
-    dtype = torch.int32 if packed else torch.float32
-    return torch.empty(*lead, columns, round_up(rows, 4), dtype=dtype, device=device).mT[..., :rows, :]
+    return layout.empty_scales((*spec.rows_shape[:-1], spec.hidden), spec.scales, device)
 
 
 def write_scales(out: Tensor, where: Tensor, scales: Tensor, spec: ExchangeSpec) -> None:
@@ -65,30 +53,6 @@ def write_scales(out: Tensor, where: Tensor, scales: Tensor, spec: ExchangeSpec)
         out[where] = values
 
 
-def pack_ue8m0(scales: Tensor) -> Tensor:
-    """float32 powers of two [n, S] -> int32 [n, ceil(S/4)]; bytes beyond S are 0."""
-    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    padding = -scales.shape[-1] % 4
-    return torch.nn.functional.pad(exponents, (0, padding)).view(torch.int32)
-
-
-def unpack_ue8m0(packed: Tensor, num_scales: int) -> Tensor:
-    """int32 [..., ceil(S/4)], any strides -> float32 [..., S]."""
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)
-    exponents = (packed[..., None] >> shifts & 255).flatten(-2)[..., :num_scales]
-    return torch.exp2(exponents.float() - 127)
-
-
-def is_power_of_two(scales: Tensor) -> Tensor:
-    """Which float32 scales UE8M0 can hold exactly: normal, positive, mantissa 0."""
-    bits = scales.contiguous().view(torch.int32)
-    exponent = bits >> 23  # of a negative number negative, of infinity and NaN 255
-    return ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 255)
-
-
 def dequantize_rows(rows: Tensor, row_scales: Tensor | None, spec: ExchangeSpec) -> Tensor:
     """float32 values of expert-side rows of any payload and scale format (beyond the counts: anything)."""
-    if row_scales is None:
-        return rows.float()
-    scales = unpack_ue8m0(row_scales, spec.num_scales) if spec.scales == "ue8m0" else row_scales
-    return rows.float() * scales.repeat_interleave(128, dim=-1)[..., : spec.hidden]
+    return rows.float() if row_scales is None else layout.dequantize_rows(rows, row_scales)

@@ -1,12 +1,161 @@
-"""SwiGLU's middle: silu(gate) · up, on the output of the merged gate-and-up projection."""
+"""SwiGLU's middle: silu(gate) · up, on the output of the merged gate-and-up projection; and the same, quantised.
+
+`silu_mul_quantize` feeds the down projection of the experts, so it reads the expert side's layouts and writes FP8 rows
+with scales in the GEMM's format (`moelab.ops.layout`). How many rows are populated only the device knows. A launch of
+one program per possible row would mostly start programs that find nothing to do: with 32 experts, room for 1024 rows
+each and 8 rows used, 127 of 128. Instead a fixed number of programs share the populated rows: every program sums the
+counts itself, takes the populated rows program, program + P, program + 2·P, … and finds where the n-th one stands:
+
+    row(n) = n + Σ_{e: end(e) ≤ n} gap(e),    end = inclusive prefix sum of counts,    gap(e) = room(e) − counts(e)
+
+with room(e) = M in the padded layout, and counts(e) rounded up to 128 in the contiguous one. Time goes with populated
+rows, nothing is read by the host, and a captured graph follows the counts of each replay.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn.functional import silu
 
+from moelab.ops.checks import check_tensor, require
+from moelab.ops.fp8 import BLOCK, num_blocks
+from moelab.ops.jit import jit, runs_on, tl, triton
+from moelab.ops.layout import segment_starts
+from moelab.ops.quantize import DTYPES, Quantized, prepare, quantize_groups, store_scales, write_reference
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+
+def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [..., 2·I], gate in the first half -> [..., I] in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+def silu_mul_quantize(
+    gate_up: Tensor,
+    counts: Tensor | None = None,
+    scale_format: str = "row",
+    power_of_two: bool = False,
+    out: Quantized | None = None,
+) -> Quantized:
+    """silu(gate) · up in float32, rounded once, to FP8 with 1 × 128 scales as `quantize_rows` gives them.
+
+    gate_up bfloat16 or float32, in one of three layouts -> (values float8_e4m3fn [..., I], scales):
+
+    - [M, 2·I] without counts: every row;
+    - padded: [E, M, 2·I], counts int32 [E]: the first counts[e] ≤ M rows of each expert;
+    - contiguous: [M, 2·I], counts int32 [E]: expert e's rows begin at `segment_starts(counts)[e]`.
+
+    Rows beyond the counts are neither read nor written. Counts stay on the device. `out`: a pair to write into, as
+    returned. CUDA tensors take the kernel. Raises OpError for a dtype, shape, stride or device that is not accepted.
+    """
+    shape = _check(gate_up, counts)
+    pair = prepare(shape, gate_up, scale_format, out)
+    power_of_two = power_of_two or scale_format == "ue8m0"
+    if not runs_on(_silu_mul_kernel, gate_up):
+        return _reference(gate_up, counts, power_of_two, pair)
+    values, scales = pair
+    room, columns = shape[-2:]
+    config = _config(columns)
+    chunks = triton.cdiv(columns, config["GROUPS"] * BLOCK)
+    most = shape[:-1].numel() * chunks
+    if most and (counts is None or counts.numel()):
+        _silu_mul_kernel[(min(most, _num_programs(gate_up.device)),)](
+            gate_up, counts, values, scales, gate_up.stride(-2), values.stride(-2),
+            scales.stride(0) if scales.dim() == 3 else 0, *scales.stride()[-2:],
+            0 if counts is None else counts.numel(), room, columns, chunks,
+            EXPERTS=1 if counts is None else triton.next_power_of_2(counts.numel()),
+            PADDED=len(shape) == 3, POWER_OF_TWO=power_of_two, PACKED=scale_format == "ue8m0", **config,
+        )  # fmt: skip
+    return pair
+
+
+def _check(gate_up: Tensor, counts: Tensor | None) -> torch.Size:
+    """The shape of the result."""
+    require(isinstance(gate_up, Tensor), "gate_up", f"a {type(gate_up).__name__}", "a tensor")
+    stacked = gate_up.dim() == 3
+    check_tensor("gate_up", gate_up, ("E", "M", "2·I") if stacked else ("M", "2·I"), DTYPES)
+    require(gate_up.shape[-1] % 2 == 0, "gate_up's last size", gate_up.shape[-1], "2·I, gate and up halves")
+    if stacked:
+        uniform = gate_up.stride(0) == gate_up.shape[1] * gate_up.stride(1)
+        require(uniform, "gate_up's strides", gate_up.stride(), "experts one after another; call .contiguous()")
+        require(counts is not None, "counts", None, "int32 [E] with gate_up [E, M, 2·I]")
+    if counts is not None:
+        check_tensor("counts", counts, (gate_up.shape[0] if stacked else "E",), (torch.int32,), gate_up)
+    return torch.Size((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+def _reference(gate_up: Tensor, counts: Tensor | None, power_of_two: bool, out: Quantized) -> Quantized:
+    for part in _populated(gate_up, counts):
+        write_reference(_float_silu_mul(gate_up[part]), power_of_two, (out[0][part], out[1][part]))
+    return out
+
+
+def _float_silu_mul(gate_up: Tensor) -> Tensor:
+    return silu_mul(gate_up.float())
+
+
+def _populated(gate_up: Tensor, counts: Tensor | None) -> list[tuple]:
+    """Where rows are, one index per expert."""
+    if counts is None:
+        return [(slice(None),)]
+    if gate_up.dim() == 3:
+        return [(expert, slice(0, count)) for expert, count in enumerate(counts.tolist())]
+    starts = segment_starts(counts).tolist()
+    return [(slice(start, start + count),) for start, count in zip(starts, counts.tolist(), strict=True)]
+
+
+def _config(columns: int) -> dict[str, int]:
+    """A row of V3's experts, I = 2048, is one item of 4 warps: four 16-byte loads a thread in flight."""
+    groups = min(16, max(4, triton.next_power_of_2(num_blocks(columns))))
+    return {"GROUPS": groups, "num_warps": groups // 4}
+
+
+def _num_programs(device: torch.device) -> int:
+    """As many programs of 4 warps as an SM holds with 64 registers a thread; a few under the interpreter."""
+    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@jit
+def _silu_mul_kernel(
+    gate_up, counts, values, scales, gate_stride, values_stride, scales_stack_stride, scales_row_stride,
+    scales_column_stride, num_experts, room, num_columns, chunks,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """An item is GROUPS groups of one populated row. `room` is M: rows of an expert if PADDED, else of the buffer."""
+    if counts is None:
+        total = room
+    else:
+        expert = tl.arange(0, EXPERTS)
+        count = tl.load(counts + expert, mask=expert < num_experts, other=0)
+        if PADDED:
+            count = tl.minimum(tl.maximum(count, 0), room)  # a count beyond the room must not reach the next expert
+            gap = tl.where(expert < num_experts, room - count, 0)
+        else:
+            gap = (count + 127) // 128 * 128 - count
+        end = tl.cumsum(count, 0)
+        total = tl.sum(count, axis=0)
+    for item in tl.range(tl.program_id(0), total * chunks, tl.num_programs(0)):
+        row = item // chunks
+        if counts is not None:
+            row += tl.sum(tl.where(end <= row, gap, 0), axis=0)
+        group = item % chunks * GROUPS + tl.arange(0, GROUPS)
+        column = (group[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
+        inside = column < num_columns
+        stack = 0
+        if PADDED:
+            stack = (row // room).to(tl.int64)
+        else:
+            inside = inside & (row < room)
+        source = gate_up + row.to(tl.int64) * gate_stride + column
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + num_columns, mask=inside, other=0.0).to(tl.float32)
+        scaled, scale = quantize_groups(gate / (1.0 + tl.exp(-gate)) * up, POWER_OF_TWO)
+        where = values + row.to(tl.int64) * values_stride + column
+        tl.store(where, scaled.to(values.dtype.element_ty), mask=inside)
+        rows = (row - stack * room + tl.arange(0, 1)).to(tl.int64)
+        store_scales(
+            scales + stack * scales_stack_stride, scale, rows, group, rows < room, scales_row_stride,
+            scales_column_stride, tl.cdiv(num_columns, 128), PACKED,
+        )  # fmt: skip

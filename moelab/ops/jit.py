@@ -1,8 +1,8 @@
 """Triton where it is installed, and which calls go to a kernel.
 
-Importing an op needs no Triton: without it `jit` leaves a kernel a plain function that nobody calls, and the plain-torch
-reference serves. With it a kernel takes CUDA tensors. CPU tensors it takes only under Triton's interpreter, which is
-chosen by TRITON_INTERPRET=1 in the environment when the kernel's module is first imported.
+Importing an op needs no Triton: without it `jit` leaves a kernel a plain function that nobody calls, and the
+plain-torch reference serves. With it a kernel takes CUDA tensors. CPU tensors it takes only under Triton's interpreter,
+which is chosen by TRITON_INTERPRET=1 in the environment when the kernel's module is first imported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,27 @@
-"""RMSNorm: x / rms(x) · weight, the variance in float32 whatever x is (arXiv 1910.07467)."""
+"""RMSNorm: x / rms(x) · weight, the variance in float32 whatever x is (arXiv 1910.07467).
+
+`rms_norm` is the plain form. The fused forms first add x to a residual stream, and may quantise the result, so that a
+row is read once and its norm never goes to memory in two bytes a value: of [M, H] bfloat16 the plain form followed by
+a quantisation moves 2 + 2 + 2 + 1 bytes a value, the fused one 2 + 1. Fusing changes no rounding: the sum, the norm
+before its weight and the product are each rounded to x's dtype, as the separate operations round them.
+
+The kernel holds whole rows in the registers of one program.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+from moelab.ops.checks import check_tensor, require
+from moelab.ops.fp8 import num_blocks
+from moelab.ops.jit import jit, runs_on, tl, triton
+from moelab.ops.quantize import DTYPES, Quantized, prepare, quantize_groups, store_scales, write_reference
+
+MAX_COLUMNS = 16384  # beyond, a row of float32 no longer fits into a program's registers
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension. x [..., H] of any float dtype, weight [H] -> [..., H] in x's dtype.
 
     Rounds to x's dtype before the weight is applied, as DeepSeek's and transformers' code do.
@@ -13,3 +29,107 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x [M, H] bfloat16 or float32, weight [H] alike -> the norm of x + residual [M, H] in x's dtype.
+
+    `residual` [M, H] is updated in place to x + residual. Without one it is the norm of x. `out` may be x. CUDA tensors
+    take the kernel. Raises OpError for a dtype, shape, stride or device that is not accepted.
+    """
+    _check(x, weight, residual)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:
+        check_tensor("out", out, tuple(x.shape), (x.dtype,), x)
+    if not runs_on(_rms_norm_kernel, x):
+        return out.copy_(rms_norm(_add(x, residual), weight, eps))
+    _launch(x, weight, eps, residual, out, None)
+    return out
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    scale_format: str = "row",
+    power_of_two: bool = False,
+    out: Quantized | None = None,
+) -> Quantized:
+    """`quantize_rows(add_rms_norm(x, weight, eps, residual), …)` in one pass; the norm itself is not kept."""
+    _check(x, weight, residual)
+    pair = prepare(tuple(x.shape), x, scale_format, out)
+    power_of_two = power_of_two or scale_format == "ue8m0"
+    if not runs_on(_rms_norm_kernel, x):
+        return write_reference(rms_norm(_add(x, residual), weight, eps), power_of_two, pair)
+    _launch(x, weight, eps, residual, *pair, power_of_two)
+    return pair
+
+
+def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+    check_tensor("x", x, ("M", "H"), DTYPES)
+    require(1 <= x.shape[1] <= MAX_COLUMNS, "x's H", x.shape[1], f"1…{MAX_COLUMNS}, a row that one program can hold")
+    check_tensor("weight", weight, (x.shape[1],), (x.dtype,), x)
+    if residual is not None:
+        check_tensor("residual", residual, tuple(x.shape), (x.dtype,), x)
+
+
+def _add(x: Tensor, residual: Tensor | None) -> Tensor:
+    return x if residual is None else residual.add_(x)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, values: Tensor, scales: Tensor | None,
+    power_of_two: bool = False,
+) -> None:  # fmt: skip
+    rows, columns = x.shape
+    if not rows:
+        return
+    groups = max(4, triton.next_power_of_2(num_blocks(columns)))
+    config = _config(groups)
+    _rms_norm_kernel[(triton.cdiv(rows, config["ROWS"]),)](
+        x, weight, residual, values, scales, x.stride(0), 0 if residual is None else residual.stride(0),
+        values.stride(0), *((0, 0) if scales is None else scales.stride()), rows, columns, eps, GROUPS=groups,
+        POWER_OF_TWO=power_of_two, PACKED=scales is not None and scales.dtype == torch.int32, **config,
+    )  # fmt: skip
+
+
+def _config(groups: int) -> dict[str, int]:
+    """16 values a thread; short rows share a program of four warps."""
+    return {"ROWS": max(1, 16 // groups), "num_warps": min(16, max(4, groups // 4))}
+
+
+@jit
+def _rms_norm_kernel(
+    x, weight, residual, values, scales, x_stride, residual_stride, values_stride, scales_row_stride,
+    scales_column_stride, num_rows, num_columns, eps,
+    GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A program takes ROWS whole rows. Without `residual` nothing is added, without `scales` nothing quantised."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = (group[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
+    inside = (row < num_rows)[:, None, None] & (column < num_columns)
+    dtype: tl.constexpr = x.dtype.element_ty
+    wide = tl.load(x + row[:, None, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=column < num_columns, other=0.0).to(tl.float32)
+    if residual is not None:
+        stream = residual + row[:, None, None] * residual_stride + column
+        wide = (wide + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        tl.store(stream, wide.to(dtype), mask=inside)
+    mean = tl.sum(tl.sum(wide * wide, axis=2), axis=1) / num_columns
+    normed = (wide * tl.rsqrt(mean + eps)[:, None, None]).to(dtype).to(tl.float32)
+    result = (normed * gain).to(dtype)
+    where = values + row[:, None, None] * values_stride + column
+    if scales is None:
+        tl.store(where, result, mask=inside)
+    else:
+        scaled, scale = quantize_groups(result.to(tl.float32), POWER_OF_TWO)
+        tl.store(where, scaled.to(values.dtype.element_ty), mask=inside)
+        store_scales(
+            scales, scale, row, group, row < num_rows, scales_row_stride, scales_column_stride,
+            tl.cdiv(num_columns, 128), PACKED,
+        )  # fmt: skip

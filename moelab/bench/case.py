@@ -1,0 +1,26 @@
+"""`OpCase`: one setting of one op, and everybody who does that job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Inputs = Any  # whatever `make` returns and `run` takes, outputs included
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """`backends` run the same inputs; the first is ours. `bytes` and `flops` are the least the op must move and do:
+    inputs read once, outputs written once."""
+
+    op: str
+    params: Mapping[str, str | int]  # the setting, as it stands in the Record
+    make: Callable[[torch.device], Inputs]  # fresh inputs and outputs
+    backends: Mapping[str, Callable[[Inputs], object]]
+    bytes: float
+    flops: float = 0.0
+    roof: str = "copy"  # the one it is bound by, of `roofs.UNITS`: what the share is of
+    seed: int = 0

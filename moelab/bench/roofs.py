@@ -1,0 +1,54 @@
+"""The roofs that shares are shares of, measured on the GPU at hand by the clock that times the kernels.
+
+- `copy`: GB/s of a large device-to-device copy, bytes read plus bytes written. About 4.2 TB/s on an H200, whose
+  datasheet says 4.8.
+- `bf16`, `fp8`: TFLOP/s of cuBLAS on 8192³, operands K-major; fp8 with one scale per tensor and fast accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moelab.bench.timer import graph_samples
+
+BENCH = "roofs"
+UNITS = {"copy": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
+COPY_BYTES = 1 << 30
+SIZE = 8192
+REPLAYS = 20
+PARAMS = {"copy": {"bytes": COPY_BYTES}, "bf16": {"size": SIZE}, "fp8": {"size": SIZE}}
+
+
+def measure(roof: str, device: torch.device) -> list[float]:
+    """Samples in UNITS[roof]."""
+    calls, work, per = {"copy": _copy, "bf16": _bf16, "fp8": _fp8}[roof](device)
+    return [work / (us * 1e-6) / per for us in graph_samples(calls, REPLAYS, least_calls=8)]
+
+
+Work = tuple[list[Callable[[], object]], float, float]
+
+
+def _copy(device: torch.device) -> Work:
+    source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return [lambda: target.copy_(source), lambda: source.copy_(target)], 2 * COPY_BYTES, 1e9
+
+
+def _operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16).to(dtype) for _ in range(2))
+    return a, b.T
+
+
+def _bf16(device: torch.device) -> Work:
+    a, b = _operands(device, torch.bfloat16)
+    out = torch.empty(SIZE, SIZE, device=device, dtype=torch.bfloat16)
+    return [lambda: torch.mm(a, b, out=out)], 2 * SIZE**3, 1e12
+
+
+def _fp8(device: torch.device) -> Work:
+    a, b = _operands(device, torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    call = lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)  # noqa: E731
+    return [call], 2 * SIZE**3, 1e12
