@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.ops.router import route
+from moelab.ops.checks import OpError
+from moelab.ops.router import route, route_fused
+from tests.ops.poison import poison_outputs
 
 V3 = dict(top_k=8, n_group=8, topk_group=4, scale=2.5)
 
@@ -111,3 +113,161 @@ def test_no_tokens():
     for scoring, bias in itertools.product(("sigmoid", "softmax"), (None, torch.zeros(256))):
         ids, weights = route(torch.empty(0, 256), bias, scoring=scoring, **V3)
         assert ids.shape == weights.shape == (0, 8)
+
+
+# Experts and the arguments of `route`: DeepSeek-V3's, V2's, tinyseek's, Mixtral's, and sizes that are no power of two.
+ROUTERS = {
+    "v3": (256, V3),
+    "v2": (160, dict(top_k=6, n_group=8, topk_group=3, scoring="softmax", renormalize=False, scale=16.0)),
+    "tinyseek": (16, dict(top_k=4, n_group=4, topk_group=2, scale=2.5)),
+    "mixtral": (8, dict(top_k=2, scoring="softmax")),
+    "one group": (384, dict(top_k=8, scale=2.5)),
+    "all groups kept": (64, dict(top_k=6, n_group=4, topk_group=4)),
+    "groups of one": (8, dict(top_k=3, n_group=8, topk_group=4)),
+    "odd": (21, dict(top_k=5, n_group=3, topk_group=2, renormalize=False)),
+    "one expert": (1, dict(top_k=1)),
+}
+
+
+def few(device) -> int:
+    """Tokens: no multiple of anything, and few where every program is interpreted."""
+    return 517 if device.type == "cuda" else 5
+
+
+def assert_as_reference(logits, bias, ids_dtype=torch.int64, **router):
+    ids, weights = route_fused(logits, bias, ids_dtype=ids_dtype, **router)
+    expected_ids, expected_weights = route(logits, bias, **router)
+    assert ids.dtype == ids_dtype and weights.dtype == torch.float32
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6, equal_nan=True)
+    return ids.long(), weights
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_kernel_does_as_the_reference(device, monkeypatch, name, ids_dtype):
+    num_experts, router = ROUTERS[name]
+    logits = torch.randn(few(device), num_experts, device=device)
+    poison_outputs(monkeypatch)
+    for bias in (None, torch.rand(num_experts, device=device) - 2.0):
+        assert_as_reference(logits, bias, ids_dtype, **router)
+
+
+def test_the_kernel_reads_rows_of_a_wider_tensor(device):
+    wide = torch.full((few(device), 300), float("nan"), device=device)
+    wide[:, 17:273] = torch.randn(few(device), 256, device=device)
+    assert_as_reference(wide[:, 17:273], torch.rand(256, device=device), **V3)
+
+
+@pytest.mark.parametrize("name", ["v3", "tinyseek", "all groups kept", "odd"])
+def test_the_kernel_breaks_ties_as_the_reference(device, name):
+    """Scores 0, ½ and 1 and biases of a few bits: sums are exact, so many experts and groups tie."""
+    num_experts, router = ROUTERS[name]
+    logits = torch.tensor([-200.0, 0.0, 200.0], device=device)[torch.randint(3, (few(device), num_experts))]
+    for step in (0.0, 0.5):
+        bias = torch.randint(-2, 2, (num_experts,), device=device) * step
+        assert_as_reference(logits, bias, **router)
+    ids, _ = assert_as_reference(torch.zeros_like(logits), None, **router)
+    assert torch.equal(ids, torch.arange(router["top_k"], device=device).expand_as(ids))
+
+
+def test_the_kernel_masks_dropped_groups_below_every_negative_score(device):
+    logits, bias = torch.randn(few(device), 256, device=device), torch.rand(256, device=device) - 6.0
+    ids, _ = assert_as_reference(logits, bias, **V3)
+    assert ((ids // 32).sort().values.diff(dim=-1) > 0).sum(-1).max() < 4, "experts of more than 4 groups"
+
+
+@pytest.mark.parametrize("excluded", ["some", "groups", "all but three", "all"])
+def test_the_kernel_ranks_minus_infinity_as_the_reference(device, excluded):
+    """Experts excluded by a bias of −inf equal those of dropped groups: after the others, by id, and none twice."""
+    gone = {
+        "some": torch.rand(256) < 0.5,
+        "groups": (torch.arange(256) // 32) % 4 < 3,
+        "all but three": torch.ones(256, dtype=torch.bool).index_fill(0, torch.tensor([40, 41, 200]), False),
+        "all": torch.ones(256, dtype=torch.bool),
+    }[excluded]
+    bias = torch.rand(256).masked_fill(gone, float("-inf")).to(device)
+    logits = torch.randn(few(device), 256, device=device)
+    ids, _ = assert_as_reference(logits, bias, **V3)
+    assert (ids.sort().values.diff(dim=-1) > 0).all(), "an expert is named twice"
+    logits[::2] = float("-inf")  # scores of 0, so weights of 0 / (0 + 1e-20)
+    assert_as_reference(logits, bias, **V3)
+
+
+@pytest.mark.parametrize("name", ["v3", "mixtral"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nan_logits_give_ids_in_range_and_nan_weights_to_their_token_alone(device, name, sign):
+    num_experts, router = ROUTERS[name]
+    logits = torch.randn(4, num_experts, device=device)
+    logits[1, 5] = logits[1, 2] = logits[3] = sign * float("nan")
+    ids, weights = assert_as_reference(logits, None, **router)
+    assert (ids[3] < num_experts).all() and (ids[3] >= 0).all()
+    assert weights.isnan().any(-1).tolist() == [False, True, False, True]
+    if name == "v3":  # softmax leaves no score of the token that is not NaN
+        assert ids[1, :2].tolist() == [2, 5]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's exponential is numpy's; no GPU here")
+def test_scores_are_those_of_torch_bit_for_bit():
+    """So that what ties there ties here."""
+    logits = torch.cat([torch.randn(4096, 32), torch.linspace(-120, 120, 32 * 4096).view(4096, 32)]).cuda()
+    everything = dict(top_k=32, renormalize=False)
+    ids, weights = route_fused(logits, None, **everything)
+    assert torch.equal(ids, route(logits, None, **everything)[0])
+    assert torch.equal(weights, logits.sigmoid().gather(-1, ids))
+
+
+def test_the_kernel_takes_no_tokens(device):
+    ids, weights = route_fused(torch.empty(0, 256, device=device), None, ids_dtype=torch.int32, **V3)
+    assert ids.shape == weights.shape == (0, 8) and ids.dtype == torch.int32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU; none here")
+def test_a_captured_router_follows_its_inputs():
+    logits, bias = torch.randn(130, 256, device="cuda"), torch.rand(256, device="cuda")
+    route_fused(logits, bias, **V3)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ids, weights = route_fused(logits, bias, **V3)
+    for _ in range(3):
+        logits.normal_(), bias.uniform_(-3, 0), ids.fill_(-7), weights.fill_(float("nan"))
+        graph.replay()
+        expected_ids, expected_weights = route(logits, bias, **V3)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
+
+
+def test_without_a_kernel_the_reference_serves():
+    logits, bias = torch.randn(9, 256), torch.rand(256)
+    ids, weights = route_fused(logits, bias, ids_dtype=torch.int32, **V3)
+    expected_ids, expected_weights = route(logits, bias, **V3)
+    assert ids.dtype == torch.int32 and torch.equal(ids.long(), expected_ids) and torch.equal(weights, expected_weights)
+
+
+@pytest.mark.parametrize(
+    "named, accepted, changes",
+    [
+        ("logits's dtype is bfloat16", "float32", dict(logits=torch.zeros(3, 256, dtype=torch.bfloat16))),
+        ("logits's shape is [256]", "[T, E]", dict(logits=torch.zeros(256))),
+        ("logits's strides is (1, 3)", "contiguous", dict(logits=torch.zeros(256, 3).mT)),
+        ("is 2048", "1…1024", dict(logits=torch.zeros(3, 2048))),
+        ("bias's shape is [255]", "[256]", dict(bias=torch.zeros(255))),
+        ("bias's dtype is bfloat16", "float32", dict(bias=torch.zeros(256, dtype=torch.bfloat16))),
+        ("bias's device is meta", "cpu", dict(bias=torch.zeros(256, device="meta"))),
+        ("n_group is 3", "[1, 2, 4, 8]", dict(n_group=3)),
+        ("n_group is 16", "[1, 2, 4, 8]", dict(n_group=16)),
+        ("topk_group is 9", "1…8", dict(topk_group=9)),
+        ("topk_group is 0", "1…8", dict(topk_group=0)),
+        ("top_k is 129", "1…128", dict(top_k=129)),
+        ("top_k is 0", "1…128", dict(top_k=0)),
+        ("scoring is 'tanh'", "'sigmoid' or 'softmax'", dict(scoring="tanh")),
+        ("ids_dtype is torch.int16", "int32", dict(ids_dtype=torch.int16)),
+    ],
+)
+def test_what_the_router_does_not_take_it_names(named, accepted, changes):
+    arguments = dict(logits=torch.zeros(3, 256), bias=torch.zeros(256), **V3)
+    with pytest.raises(OpError) as error:
+        route_fused(**{**arguments, **changes})
+    assert named in str(error.value) and accepted in str(error.value)
