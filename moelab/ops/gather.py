@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moelab.ops.checks import check_tensor, require
+from moelab.ops.early_launch import launches_early
 from moelab.ops.jit import jit, runs_on, tl, triton
 
 MAX_BLOCK = 4096  # slots a program looks at at once
@@ -60,9 +61,11 @@ def gather_by_expert(topk_ids: Tensor, num_experts: int) -> Gathered:
         torch.empty(n, dtype=torch.int32, device=topk_ids.device) for n in (num_experts, num_experts + 1, slots)
     )
     block = min(MAX_BLOCK, max(128, triton.next_power_of_2(slots)))
+    early = launches_early(topk_ids)
     _gather_kernel[(num_experts + 1,)](
-        topk_ids, counts, offsets, permutation, slots, num_experts, BLOCK=block, num_warps=max(1, min(8, block // 256))
-    )
+        topk_ids, counts, offsets, permutation, slots, num_experts, BLOCK=block, EARLY=early,
+        num_warps=max(1, min(8, block // 256)), launch_pdl=early,
+    )  # fmt: skip
     return Gathered(counts, offsets, permutation)
 
 
@@ -75,7 +78,12 @@ def _experts(ids_ptr, slot, slots, num_experts):
 
 
 @jit
-def _gather_kernel(ids_ptr, counts_ptr, offsets_ptr, permutation_ptr, slots, num_experts, BLOCK: tl.constexpr):
+def _gather_kernel(
+    ids_ptr, counts_ptr, offsets_ptr, permutation_ptr, slots, num_experts, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     mine = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     below = tl.zeros((BLOCK,), tl.int32)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 
 from moelab.ops.checks import check_tensor, require
+from moelab.ops.early_launch import launches_early
 from moelab.ops.jit import jit, runs_on, tl, triton
 
 if triton is not None:
@@ -99,13 +100,13 @@ def route_fused(
     ids = torch.empty(num_tokens, top_k, dtype=ids_dtype, device=logits.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     if num_tokens:
-        size = num_experts // n_group
+        size, early = num_experts // n_group, launches_early(logits)
         _route_kernel[(num_tokens,)](
             logits, logits if bias is None else bias, ids, weights, logits.stride(0), float(scale),
             GROUPS=n_group, SIZE=size, TOPK_GROUP=topk_group, TOP_K=top_k, SOFTMAX=scoring == "softmax",
             BIASED=bias is not None, RENORMALIZE=renormalize, EXACT_EXP=logits.is_cuda,
             GROUPS_PADDED=triton.next_power_of_2(n_group), SIZE_PADDED=triton.next_power_of_2(size),
-            K_PADDED=triton.next_power_of_2(top_k), num_warps=1,
+            K_PADDED=triton.next_power_of_2(top_k), EARLY=early, num_warps=1, launch_pdl=early,
         )  # fmt: skip
     return ids, weights
 
@@ -151,9 +152,13 @@ def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr,
     BIASED: tl.constexpr, RENORMALIZE: tl.constexpr, EXACT_EXP: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr, SIZE_PADDED: tl.constexpr, K_PADDED: tl.constexpr, NONE: tl.constexpr = -(2**31),
+    GROUPS_PADDED: tl.constexpr, SIZE_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
+    EARLY: tl.constexpr, NONE: tl.constexpr = -(2**31),
 ):  # fmt: skip
     # NONE, one below the key of −inf: taken, or padding.
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * stride
     group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)

@@ -7,7 +7,7 @@ import torch
 
 from moelab.ops.checks import OpError
 from moelab.ops.gather import MAX_BLOCK, gather_by_expert, gather_by_expert_reference
-from moelab.ops.router import route_fused
+from moelab.ops.router import route, route_fused
 from tests.ops.poison import poison_outputs
 
 
@@ -91,6 +91,19 @@ def test_router_and_gather_captured_together_follow_the_logits():
         assert ids.min() >= 0
         expected = gather_by_expert_reference(ids, 256)
         assert all(torch.equal(a, b) for a, b in zip(gathered, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only kernels on a GPU can overtake; none here")
+def test_kernels_launched_early_keep_their_order():
+    """64 steps without a wait, the ids of each in memory that the last step's stood in."""
+    router = dict(top_k=8, n_group=8, topk_group=4)
+    steps = torch.randn(64, 256, 256, device="cuda")
+    expected = [gather_by_expert_reference(route(logits, None, **router)[0], 256) for logits in steps]
+    torch.cuda.synchronize()
+    found = [gather_by_expert(route_fused(logits, None, **router)[0], 256) for logits in steps]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(
