@@ -15,7 +15,7 @@ import torch
 from moelab.config import MoelabError
 
 CALLS = 32  # at least, per replay: the start of a graph, some µs, then weighs little
-WARMUP = 3
+WARMUP = 20  # replays; some ms, in which the clocks come up
 REPLAYS = 50
 MAX_SETS = 64
 
