@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,3 +25,15 @@ class OpCase:
     flops: float = 0.0
     roof: str = "copy"  # the one it is bound by, of `roofs.UNITS`: what the share is of
     seed: int = 0
+
+
+def compiled(reference: Callable, arguments: Callable[[Inputs], tuple]) -> Callable[[Inputs], object]:
+    """A peer: `reference` through torch.compile, called with `arguments(inputs)`. Compiled for its shapes at the first
+    call, which is not timed."""
+
+    @functools.cache
+    def function() -> Callable:
+        torch.compiler.reset()  # else the ninth shape of one function would silently run uncompiled
+        return torch.compile(reference, dynamic=False)
+
+    return lambda inputs: function()(*arguments(inputs))

@@ -5,13 +5,10 @@ The peer is the plain-torch reference through torch.compile, where it does the s
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from moelab.bench.case import OpCase
+from moelab.bench.case import OpCase, compiled
 from moelab.ops.activation import silu_mul, silu_mul_quantize
 from moelab.ops.fp8 import num_blocks
 from moelab.ops.layout import empty_scales
@@ -34,7 +31,7 @@ def _quantize(rows: int, columns: int, scale_format: str) -> OpCase:
 
     backends = {"triton": lambda i: quantize_rows(i[0], scale_format, out=i[1])}
     if scale_format == "row":
-        backends["torch.compile"] = _compiled(quantize_reference, lambda i: (i[0],))
+        backends["torch.compile"] = compiled(quantize_reference, lambda i: (i[0],))
     params = {"m": rows, "k": columns, "scales": scale_format}
     return OpCase("quantize", params, make, backends, rows * (3 * columns + _scale_bytes(columns, scale_format)))
 
@@ -67,7 +64,7 @@ def _rms_norm(rows: int, columns: int, form: str) -> OpCase:
 
     backends = {"triton": run}
     if not add:
-        backends["torch.compile"] = _compiled(plain, lambda i: i[:2])
+        backends["torch.compile"] = compiled(plain, lambda i: i[:2])
     moved = columns * (2 + (4 if add else 0) + (1 if quantizes else 2)) + (4 * num_blocks(columns) if quantizes else 0)
     return OpCase("rms_norm", {"m": rows, "h": columns, "form": form}, make, backends, rows * moved + 2 * columns)
 
@@ -106,7 +103,7 @@ def _dense(rows: int) -> OpCase:
     params = {"m": rows, "i": INTERMEDIATE, "layout": "dense", "scales": "row"}
     backends = {
         "triton": lambda i: silu_mul_quantize(i[0], out=i[1]),
-        "torch.compile": _compiled(plain, lambda i: (i[0],)),
+        "torch.compile": compiled(plain, lambda i: (i[0],)),
     }
     return OpCase("silu_mul", params, make, backends, rows * _silu_bytes())
 
@@ -140,14 +137,3 @@ def _pair(shape: tuple[int, ...], scale_format: str, device: torch.device) -> tu
 def _scale_bytes(columns: int, scale_format: str) -> int:
     groups = num_blocks(columns)
     return 4 * (-(-groups // 4) if scale_format == "ue8m0" else groups)
-
-
-def _compiled(reference: Callable, arguments: Callable[[tuple], tuple]) -> Callable[[tuple], object]:
-    """Compiled for its shapes at the first call, which is not timed."""
-
-    @functools.cache
-    def compiled() -> Callable:
-        torch.compiler.reset()  # else the ninth shape of one function would silently run uncompiled
-        return torch.compile(reference, dynamic=False)
-
-    return lambda inputs: compiled()(*arguments(inputs))

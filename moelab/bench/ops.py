@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moelab.bench import memory_bound, roofs
+from moelab.bench import memory_bound, roofs, routing
 from moelab.bench.case import OpCase
 from moelab.bench.timer import WARMUP, BenchError, graph_samples, num_sets, require_gpu
 from moelab.results import Provenance, Record, Store, collect
@@ -25,6 +25,9 @@ OPS: dict[str, Callable[[bool], list[OpCase]]] = {
     "quantize": memory_bound.quantize_cases,
     "rms_norm": memory_bound.rms_norm_cases,
     "silu_mul": memory_bound.silu_mul_cases,
+    "router": routing.router_cases,
+    "gather": routing.gather_cases,
+    "reduce": routing.reduce_cases,
 }
 
 
