@@ -136,7 +136,8 @@ def _silu_mul_kernel(
             gap = (count + 127) // 128 * 128 - count
         end = tl.cumsum(count, 0)
         total = tl.sum(count, axis=0)
-    for item in tl.range(tl.program_id(0), total * chunks, tl.num_programs(0)):
+    item = tl.program_id(0)
+    while item < total * chunks:  # a `for` over device values fails in the interpreter of Triton 3.6 with NumPy 2.4
         row = item // chunks
         if counts is not None:
             row += tl.sum(tl.where(end <= row, gap, 0), axis=0)
@@ -159,3 +160,4 @@ def _silu_mul_kernel(
             scales + stack * scales_stack_stride, scale, rows, group, rows < room, scales_row_stride,
             scales_column_stride, tl.cdiv(num_columns, 128), PACKED,
         )  # fmt: skip
+        item += tl.num_programs(0)
