@@ -86,16 +86,19 @@ def _gather_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     mine = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    below = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, slots, BLOCK):
+    # `while`, since the interpreter of triton 3.6 with numpy 2.4 cannot loop over a range that ends at an argument.
+    below, start = tl.zeros((BLOCK,), tl.int32), 0
+    while start < slots:
         below += (_experts(ids_ptr, start + lane, slots, num_experts) < mine).to(tl.int32)
+        start += BLOCK
     begin = tl.sum(below)
-    end = begin
-    for start in range(0, slots, BLOCK):  # of few slots there is one block, and by now it is in the L1
+    end, start = begin, 0
+    while start < slots:  # of few slots there is one block, and by now it is in the L1
         is_mine = _experts(ids_ptr, start + lane, slots, num_experts) == mine
         number = tl.cumsum(is_mine.to(tl.int32), axis=0)
         tl.store(permutation_ptr + end + number - 1, start + lane, mask=is_mine)
         end += tl.max(number)
+        start += BLOCK
     tl.store(offsets_ptr + mine, begin)
     if mine < num_experts:
         tl.store(counts_ptr + mine, end - begin)
