@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moelab.ops.checks import check_tensor, require
+from moelab.ops.early_launch import launches_early
 from moelab.ops.fp8 import BLOCK, num_blocks
 from moelab.ops.jit import jit, runs_on, tl, triton
 from moelab.ops.layout import segment_starts
@@ -56,7 +57,7 @@ def silu_mul_quantize(
         return _reference(gate_up, counts, power_of_two, pair)
     values, scales = pair
     room, columns = shape[-2:]
-    config = _config(columns)
+    config, early = _config(columns), launches_early(gate_up)
     chunks = triton.cdiv(columns, config["GROUPS"] * BLOCK)
     most = shape[:-1].numel() * chunks
     if most and (counts is None or counts.numel()):
@@ -65,7 +66,8 @@ def silu_mul_quantize(
             scales.stride(0) if scales.dim() == 3 else 0, *scales.stride()[-2:],
             0 if counts is None else counts.numel(), room, columns, chunks,
             EXPERTS=1 if counts is None else triton.next_power_of_2(counts.numel()),
-            PADDED=len(shape) == 3, POWER_OF_TWO=power_of_two, PACKED=scale_format == "ue8m0", **config,
+            PADDED=len(shape) == 3, POWER_OF_TWO=power_of_two, PACKED=scale_format == "ue8m0", EARLY=early,
+            launch_pdl=early, **config,
         )  # fmt: skip
     return pair
 
@@ -121,9 +123,12 @@ def _silu_mul_kernel(
     gate_up, counts, values, scales, gate_stride, values_stride, scales_stack_stride, scales_row_stride,
     scales_column_stride, num_experts, room, num_columns, chunks,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """An item is GROUPS groups of one populated row. `room` is M: rows of an expert if PADDED, else of the buffer."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if counts is None:
         total = room
     else:

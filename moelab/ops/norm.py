@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moelab.ops.checks import check_tensor, require
+from moelab.ops.early_launch import launches_early
 from moelab.ops.fp8 import num_blocks
 from moelab.ops.jit import jit, runs_on, tl, triton
 from moelab.ops.quantize import DTYPES, Quantized, prepare, quantize_groups, store_scales, write_reference
@@ -89,11 +90,12 @@ def _launch(
     if not rows:
         return
     groups = max(4, triton.next_power_of_2(num_blocks(columns)))
-    config = _config(groups)
+    config, early = _config(groups), launches_early(x)
     _rms_norm_kernel[(triton.cdiv(rows, config["ROWS"]),)](
         x, weight, residual, values, scales, x.stride(0), 0 if residual is None else residual.stride(0),
         values.stride(0), *((0, 0) if scales is None else scales.stride()), rows, columns, eps, GROUPS=groups,
-        POWER_OF_TWO=power_of_two, PACKED=scales is not None and scales.dtype == torch.int32, **config,
+        POWER_OF_TWO=power_of_two, PACKED=scales is not None and scales.dtype == torch.int32, EARLY=early,
+        launch_pdl=early, **config,
     )  # fmt: skip
 
 
@@ -106,9 +108,12 @@ def _config(groups: int) -> dict[str, int]:
 def _rms_norm_kernel(
     x, weight, residual, values, scales, x_stride, residual_stride, values_stride, scales_row_stride,
     scales_column_stride, num_rows, num_columns, eps,
-    GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS whole rows. Without `residual` nothing is added, without `scales` nothing quantised."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = (group[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]

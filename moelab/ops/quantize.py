@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moelab.ops.checks import check_tensor, require
+from moelab.ops.early_launch import launches_early
 from moelab.ops.fp8 import BLOCK, E4M3_MAX, num_blocks
 from moelab.ops.jit import jit, runs_on, tl, triton
 from moelab.ops.layout import FORMATS, empty_scales, pack_ue8m0, scales_dtype, scales_shape
@@ -44,12 +45,13 @@ def quantize_rows(
     if not runs_on(_quantize_kernel, x):
         return write_reference(x, power_of_two, (values, scales))
     rows, columns = x.shape
-    config = _config(rows)
+    config, early = _config(rows), launches_early(x)
     chunks = triton.cdiv(columns, config["GROUPS"] * BLOCK)
     if grid := triton.cdiv(rows, config["ROWS"]) * chunks:
         _quantize_kernel[(grid,)](
             x, values, scales, x.stride(0), values.stride(0), *scales.stride(), rows, columns, chunks,
-            POWER_OF_TWO=power_of_two, PACKED=scale_format == "ue8m0", **config,
+            POWER_OF_TWO=power_of_two, PACKED=scale_format == "ue8m0", EARLY=early, launch_pdl=early,
+            **config,
         )  # fmt: skip
     return values, scales
 
@@ -142,8 +144,12 @@ def store_scales(scales, scale, row, group, valid, row_stride, column_stride, nu
 def _quantize_kernel(
     x, values, scales, x_stride, values_stride, scales_row_stride, scales_column_stride, num_rows, num_columns, chunks,
     POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program takes ROWS rows × GROUPS groups; neighbours in the grid stand side by side in a row."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     row = (program // chunks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     group = program % chunks * GROUPS + tl.arange(0, GROUPS)

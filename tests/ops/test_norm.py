@@ -82,8 +82,8 @@ def test_kernel_quantises(device, shape, scale_format, with_residual):
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("shape", [(130, 7168), (33, 1536), (17, 512), (5, 576)])
 def test_fusing_changes_no_rounding(gpu, shape, with_residual):
-    """Quantised in one pass, or normed by the kernel and quantised after it: the same bytes, but for the few values whose
-    rounding to bfloat16 hangs on the order in which squares were summed."""
+    """Quantised in one pass, or normed by the kernel and quantised after it: the same bytes, but for the few values
+    whose rounding to bfloat16 hangs on the order in which squares were summed."""
     x, weight, residual = (t.to(gpu) for t in draw(*shape, torch.bfloat16))
     streams = [residual.clone() if with_residual else None for _ in range(2)]
     values, scales = (t.cpu().float() for t in rms_norm_quantize(x, weight, EPS, streams[0]))
