@@ -95,7 +95,7 @@ def route_fused(
             logits, bias, top_k=top_k, n_group=n_group, topk_group=topk_group, scoring=scoring,
             renormalize=renormalize, scale=scale,
         )  # fmt: skip
-        return ids.to(ids_dtype), weights
+        return ids.to(ids_dtype).contiguous(), weights
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, top_k, dtype=ids_dtype, device=logits.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
