@@ -66,7 +66,7 @@ def test_the_reference(layout, scale_format, monkeypatch):
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize(
     ("intermediate", "dtype"),
-    [(512, torch.bfloat16), (576, torch.float32), (100, torch.bfloat16), (2200, torch.float32)],
+    [(512, torch.bfloat16), (100, torch.bfloat16), (2200, torch.float32)],
 )
 def test_kernel(device, intermediate, dtype, scale_format, layout):
     check(*draw(layout, intermediate, dtype), scale_format, device)
