@@ -241,7 +241,8 @@ def test_a_captured_router_follows_its_inputs():
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_without_a_kernel_the_reference_serves(ids_dtype):
-    _, weights = assert_as_reference(logits := torch.randn(9, 256), bias := torch.rand(256), ids_dtype, **V3)
+    logits, bias = torch.randn(9, 256), torch.rand(256)
+    _, weights = assert_as_reference(logits, bias, ids_dtype, **V3)
     assert torch.equal(weights, route(logits, bias, **V3)[1])
 
 
