@@ -114,8 +114,9 @@ def _config(columns: int) -> dict[str, int]:
 
 
 def _num_programs(device: torch.device) -> int:
-    """As many programs of 4 warps as an SM holds with 64 registers a thread; a few under the interpreter."""
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    """As many programs of 4 warps as an SM holds; a few under the interpreter. On an H200 with 16384 populated rows of
+    2048, 8 programs an SM took 51.5 µs and 16 45.7; with 256 rows 3.2 and 3.3."""
+    return 16 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @jit

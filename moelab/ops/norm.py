@@ -100,8 +100,9 @@ def _launch(
 
 
 def _config(groups: int) -> dict[str, int]:
-    """16 values a thread; short rows share a program of four warps."""
-    return {"ROWS": max(1, 16 // groups), "num_warps": min(16, max(4, groups // 4))}
+    """16 values a thread, 28 of H = 7168: on an H200 8192 such rows took 50.4 µs in 8 warps and 57.4 in 16. Short rows
+    share a program of four warps."""
+    return {"ROWS": max(1, 16 // groups), "num_warps": min(16, max(4, groups // 8))}
 
 
 @jit
