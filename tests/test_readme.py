@@ -96,3 +96,21 @@ def test_tinyseeks_numbers_are_the_records():
     assert f"**{values['heldout_bits_per_byte'][0]:.3f} bits per byte**" in TEXT
     assert f"`xz -9`: {values['xz_bits_per_byte'][0]:.3f}" in TEXT
     assert f"accepted at {max(values['mtp_acceptance']):.3f}" in TEXT
+
+
+def test_the_kernels_numbers_are_the_records():
+    folder = ROOT / "moelab/data/records/h200x1"
+    records = [json.loads(line) for name in ("ops", "roofs") for line in (folder / f"{name}.jsonl").open()]
+
+    def p50(metric, **params):
+        (found,) = [
+            r["p50"]
+            for r in records
+            if r["metric"] == metric and r["backend"] != "torch.compile" and params.items() <= r["params"].items()
+        ]
+        return found
+
+    quantize = p50("quantize", m=8192, k=7168, scales="row")
+    share = 8192 * (3 * 7168 + 4 * 56) / quantize / 1e3 / p50("copy")
+    assert f"quantised in {quantize:.1f} µs, {100 * share:.0f} % of the copy" in TEXT
+    assert f"256 experts takes {p50('router', tokens=256, gather=0):.2f} µs" in TEXT
