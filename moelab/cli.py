@@ -209,7 +209,10 @@ def tour(
 @bench_app.command("ops")
 def bench_ops(
     op: Annotated[
-        list[str] | None, typer.Option("--op", metavar="NAME", help="quantize, rms_norm, silu_mul; repeatable. [all]")
+        list[str] | None,
+        typer.Option(
+            "--op", metavar="NAME", help="quantize, rms_norm, silu_mul, router, gather, reduce; repeatable. [all]"
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few settings of each op.")] = False,
     as_json: AsJson = False,

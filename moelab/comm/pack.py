@@ -1,4 +1,4 @@
-"""Routing as index arithmetic, in plain torch: who gets which token, in which order, and the sum at the end.
+"""Routing as index arithmetic, in plain torch: who gets which token, and in which order.
 
 Everything is one ordering. A distinct (expert, token) pair is a *row*: it crosses the wire once, is computed once,
 comes back once. The rows of a DP group sorted by (expert, token) are
@@ -105,19 +105,3 @@ def place(tokens: Tensor, counts: Tensor, starts: Tensor, spec: ExchangeSpec) ->
     where = torch.empty_like(sorted_where)
     where[order] = sorted_where
     return Placement(where, [sorted_where[group == g] for g in range(spec.parallel.dp)])
-
-
-def weighted_sum(results: Tensor, row_of: Tensor, weights: Tensor, out: Tensor) -> None:
-    """out[t] = Σ_k weights[t, k] · results[row_of[t, k]], in order of k.
-
-    In float32: each product rounded, then added, no fused multiply-add; one rounding to out's dtype at the end. Where
-    row_of is -1 neither weight nor result is looked at, so a NaN there is harmless.
-    results [R, H], row_of [n, K], weights [n, K] float32, out [n, H].
-    """
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    if len(results):
-        for k in range(row_of.shape[1]):
-            row, weight = row_of[:, k, None], weights[:, k, None]
-            term = weight * results[row_of[:, k].clamp(min=0)].float()
-            total = torch.where(row >= 0, total + term, total)
-    out.copy_(total)

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from moelab.comm.errors import ExchangeTimeout, WireError
 from moelab.comm.layout import empty_rows, empty_scales, segment_starts, write_scales
-from moelab.comm.pack import Placement, Routing, as_bytes, pack_rows, place, route, unpack_rows, weighted_sum
+from moelab.comm.pack import Placement, Routing, as_bytes, pack_rows, place, route, unpack_rows
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.wire import PARTS, Tag, Wire
+from moelab.ops.reduce import reduce_topk_reference
 
 
 @dataclass
@@ -154,7 +155,8 @@ class PackedBackend:
         parts = [messages[source] for source in sorted(messages)]
         flat = torch.cat([torch.empty(0, dtype=torch.uint8, device=self.device), *parts])
         results = flat.view(self.spec.output_dtype).view(-1, self.spec.hidden)
-        weighted_sum(results, exchange.routing.row_of, exchange.weights, out[: exchange.num_tokens])
+        summed = reduce_topk_reference(results, exchange.routing.row_of, exchange.weights, out.dtype)
+        out[: exchange.num_tokens] = summed
         for part in PARTS:
             with self._naming(half, f"it to take our {part} of exchange {exchange.number}"):
                 self._wire.drain(Tag(exchange.number, part), deadline)
