@@ -16,10 +16,6 @@ import torch
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "interpreted: runs Triton kernels on the CPU, in a process of its own")
-
-
 def pytest_collection_modifyitems(config, items):
     dropped = [item for item in items if (item.get_closest_marker("interpreted") is not None) and not INTERPRETING]
     if dropped:
