@@ -1,8 +1,8 @@
 """Cases of routing, with DeepSeek-V3's sizes: router, gather by expert, weighted reduce.
 
 Router and gather move so little that their shares of the copy bandwidth say nothing; their times are to be read against
-the 1 µs or so that one kernel takes after another, some of which they hide by early launch, as FlashInfer's router
-does. A router case with gather 1 is both, two launches in a row.
+the gap between one kernel and the next, some of which they hide by early launch, as FlashInfer's router does. A router
+case with gather 1 is both, two launches in a row.
 """
 
 from __future__ import annotations

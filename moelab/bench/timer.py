@@ -2,7 +2,7 @@
 
 One graph holds many calls, on several sets of inputs in turn, so that by the time a set comes round again the others
 have pushed it out of the L2. Events stand around each replay; a sample is the time of a replay over its calls. It
-includes the gap between two kernels of a graph, about 1 µs on an H200, as a step of an engine does.
+includes the gap between two kernels of a graph, as a step of an engine does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Kernels that are set up while the one before them still runs: CUDA's programmatic dependent launch.
 
-The gap between two kernels of a stream or graph, about 1 µs on an H200, is as long as the smallest kernels here. A
-kernel launched with `launch_pdl=True` may be placed on the GPU as soon as every program of the kernel before it has
+The gap between two kernels of a stream or graph weighs as much as the smallest kernels here: on an H200 early launch
+took 0.5 to 0.6 µs off each (quantising [128, 7168] 2.8 → 2.3 µs, RMSNorm with it 3.2 → 2.6).
+
+A kernel launched with `launch_pdl=True` may be placed on the GPU as soon as every program of the kernel before it has
 said `gdc_launch_dependents` (or ended). It must say `gdc_wait` before it touches memory: that returns when the kernel
 before it, which itself waited, has ended and its writes are visible. So nothing changes but the gap; a kernel launched
 in the ordinary way next to such a one waits for all of it, as ever.

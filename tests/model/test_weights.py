@@ -55,8 +55,10 @@ def test_block_fp8_equals_transformers_on_the_dequantised_weights(fp8_pair):
         expected = oracle(torch.tensor([tokens])).logits[0]
     model = load_alone(folder)
     ours = model.logits(Session(model).feed(tokens, absorbed=True))
-    # Sums are twice to four times as long as in the tiny configuration, which is held to 2e-5.
+    # Sums are twice to four times as long as in the tiny configuration, which is held to 2e-5: the worst of 76,800
+    # logits came to 2.06e-5 on one CPU. A fault would show in the mean, so that is held close.
     torch.testing.assert_close(ours, expected, rtol=0, atol=4e-5 * max(1.0, expected.std().item()))
+    assert (ours - expected).square().mean().sqrt() < 5e-6 * expected.std()
 
 
 class CountingReader:
