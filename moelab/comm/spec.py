@@ -13,16 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from moelab.config import ConfigError, ParallelConfig
+from moelab.ops.layout import FORMATS, round_up
 
 ALIGN = 128  # rows; the block of a grouped GEMM that must not straddle two experts
 
 PAYLOADS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "f32": torch.float32}
 LAYOUTS = ("expert_padded", "contiguous_128")
-SCALES = ("row", "column_tma", "ue8m0")
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class ExchangeSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r}: give a positive integer")
-        for name, legal in (("payload", tuple(PAYLOADS)), ("layout", LAYOUTS), ("scales", SCALES)):
+        for name, legal in (("payload", tuple(PAYLOADS)), ("layout", LAYOUTS), ("scales", FORMATS)):
             value = getattr(self, name)
             if value not in legal:
                 raise ConfigError(f"{name} is {value!r}: legal are {', '.join(map(repr, legal))}")

@@ -28,7 +28,7 @@ def system_checks() -> Iterator[Check]:
         "Python",
         OK if good else WARN,
         f"{platform.python_version()} at {sys.executable}",
-        "" if good else "moelab is tested on Python 3.11 to 3.13",
+        "" if good else "moelab is made for Python 3.11 to 3.13",
     )
     linux = sys.platform == "linux"
     yield Check(
