@@ -15,7 +15,7 @@ Inputs = Any  # whatever `make` returns and `run` takes, outputs included
 @dataclass(frozen=True)
 class OpCase:
     """`backends` run the same inputs; the first is ours. `bytes` and `flops` are the least the op must move and do:
-    inputs read once, outputs written once."""
+    inputs read once, outputs written once. It can take no less time than either of them does at its roof."""
 
     op: str
     params: Mapping[str, str | int]  # the setting, as it stands in the Record
@@ -23,8 +23,12 @@ class OpCase:
     backends: Mapping[str, Callable[[Inputs], object]]
     bytes: float
     flops: float = 0.0
-    roof: str = "copy"  # the one it is bound by, of `roofs.UNITS`: what the share is of
+    compute: str = "bf16"  # the roof of its `flops`, of `roofs.UNITS`; that of `bytes` is always "copy"
     seed: int = 0
+
+    @property
+    def roofs(self) -> tuple[str, ...]:
+        return ("copy", self.compute) if self.flops else ("copy",)
 
 
 def compiled(reference: Callable, arguments: Callable[[Inputs], tuple]) -> Callable[[Inputs], object]:

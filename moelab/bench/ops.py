@@ -6,7 +6,7 @@ Every backend of a case runs the same inputs; Records hold times only, in us, by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 
 from moelab.bench import memory_bound, roofs, routing
 from moelab.bench.case import OpCase
-from moelab.bench.timer import WARMUP, BenchError, graph_samples, num_sets, require_gpu
+from moelab.bench.timer import BenchError, graph_samples, num_sets, require_gpu
 from moelab.results import Provenance, Record, Store, collect
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ OPS: dict[str, Callable[[bool], list[OpCase]]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One backend of one case, timed. `roof`: p50 of the roof's record, in its unit."""
+    """One backend of one case, timed. `roofs`: p50 of the record of each of the case's roofs, in its unit."""
 
     case: OpCase
     record: Record
-    roof: float
+    roofs: Mapping[str, float]
 
     @property
     def gb_per_s(self) -> float:
@@ -48,49 +48,84 @@ class Line:
         return self.case.flops / self.record.p50 / 1e6
 
     @property
+    def shares(self) -> dict[str, float]:
+        rates = {roof: self.gb_per_s if roof == "copy" else self.tflop_per_s for roof in self.case.roofs}
+        return {roof: rate / self.roofs[roof] for roof, rate in rates.items()}
+
+    @property
+    def roof(self) -> str:
+        """The one that binds."""
+        return max(self.shares, key=self.shares.__getitem__)
+
+    @property
     def share(self) -> float:
-        """Of the roof the case is bound by."""
-        return (self.gb_per_s if self.case.roof == "copy" else self.tflop_per_s) / self.roof
+        """Of the roof that binds: the least time there is, over the time taken."""
+        return self.shares[self.roof]
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"gb_per_s": self.gb_per_s, "tflop_per_s": self.tflop_per_s, "share": self.share}
-        return {**self.record.to_dict(), **derived, "roof": self.case.roof, "roof_value": self.roof}
+        return {**self.record.to_dict(), **derived, "roof": self.roof, "roof_value": self.roofs[self.roof]}
 
 
-def run(ops: Sequence[str], quick: bool, store: Store) -> Iterator[Line]:
-    """Time the named ops (all of OPS if none is named); every Record is appended to `store` as it is made. Raises
-    BenchError without a GPU or for an unknown op."""
+@dataclass(frozen=True)
+class Failure:
+    """A backend that raised; the others of its case and the other cases go on."""
+
+    case: OpCase
+    backend: str
+    error: Exception
+
+    def __str__(self) -> str:
+        setting = " ".join(f"{name}={value}" for name, value in self.case.params.items())
+        return f"{self.case.op} {setting} {self.backend}: {type(self.error).__name__}: {self.error}"
+
+
+def cases(ops: Sequence[str], quick: bool) -> list[OpCase]:
+    """Of the named ops, all of OPS if none is named. Raises BenchError for an unknown op."""
     unknown = [name for name in ops if name not in OPS]
     if unknown:
         raise BenchError(f"no op {unknown[0]!r}; there are: {', '.join(OPS)}")
+    return [case for name in ops or OPS for case in OPS[name](quick)]
+
+
+def run(todo: Sequence[OpCase], store: Store) -> Iterator[Line | Failure]:
+    """Time every backend of every case; every Record is appended to `store` as it is made. Raises BenchError without a
+    GPU."""
     device = require_gpu("moelab bench ops")
     provenance = collect("cuda", gpu_count=1)
     heights: dict[str, float] = {}
-    for name in ops or OPS:
-        for case in OPS[name](quick):
-            if case.roof not in heights:
-                heights[case.roof] = _roof(case.roof, device, provenance, store)
-            for record in time_case(case, device, provenance):
-                store.append(record)
-                yield Line(case, record, heights[case.roof])
+    for case in todo:
+        for roof in case.roofs:
+            if roof not in heights:
+                heights[roof] = _roof(roof, device, provenance, store)
+        for result in time_case(case, device, provenance):
+            if isinstance(result, Record):
+                store.append(result)
+                result = Line(case, result, heights)
+            yield result
 
 
-def time_case(case: OpCase, device: torch.device, provenance: Provenance) -> Iterator[Record]:
+def time_case(case: OpCase, device: torch.device, provenance: Provenance) -> Iterator[Record | Failure]:
     """One Record per backend, all on the same inputs."""
     torch.manual_seed(case.seed)
     sets = [case.make(device) for _ in range(num_sets(case.bytes, device))]
     for backend, call in case.backends.items():
-        samples = graph_samples([lambda inputs=inputs, call=call: call(inputs) for inputs in sets])
+        try:
+            samples = graph_samples([lambda inputs=inputs, call=call: call(inputs) for inputs in sets])
+        except Exception as error:  # reported by who prints, who also fails
+            yield Failure(case, backend, error)
+            continue
         yield Record.from_samples(
-            samples, bench=BENCH, backend=backend, metric=case.op, unit="us", clock="graph", warmup=WARMUP,
+            samples.us, bench=BENCH, backend=backend, metric=case.op, unit="us", clock="graph", warmup=samples.warmup,
             params=case.params, provenance=provenance, seed=case.seed,
         )  # fmt: skip
 
 
 def _roof(name: str, device: torch.device, provenance: Provenance, store: Store) -> float:
+    samples, warmup = roofs.measure(name, device)
     record = Record.from_samples(
-        roofs.measure(name, device), bench=roofs.BENCH, backend="torch", metric=name, unit=roofs.UNITS[name],
-        clock="graph", warmup=WARMUP, params=roofs.PARAMS[name], provenance=provenance,
+        samples, bench=roofs.BENCH, backend="torch", metric=name, unit=roofs.UNITS[name],
+        clock="graph", warmup=warmup, params=roofs.PARAMS[name], provenance=provenance,
     )  # fmt: skip
     store.append(record)
     return record.p50
@@ -115,6 +150,6 @@ def as_table(lines: Sequence[Line]) -> Table:
             f"{r.p20:.2f}–{r.p80:.2f}",
             f"{line.gb_per_s:.0f}",
             f"{line.tflop_per_s:.0f}" if line.case.flops else "",
-            f"{line.share:.0%} {line.case.roof}",
+            f"{line.share:.0%} {line.roof}",
         )
     return table

@@ -17,14 +17,14 @@ BENCH = "roofs"
 UNITS = {"copy": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
 COPY_BYTES = 1 << 30
 SIZE = 8192
-REPLAYS = 20
 PARAMS = {"copy": {"bytes": COPY_BYTES}, "bf16": {"size": SIZE}, "fp8": {"size": SIZE}}
 
 
-def measure(roof: str, device: torch.device) -> list[float]:
-    """Samples in UNITS[roof]."""
+def measure(roof: str, device: torch.device) -> tuple[list[float], int]:
+    """Samples in UNITS[roof], and how many replays went before them."""
     calls, work, per = {"copy": _copy, "bf16": _bf16, "fp8": _fp8}[roof](device)
-    return [work / (us * 1e-6) / per for us in graph_samples(calls, REPLAYS, least_calls=8)]
+    samples = graph_samples(calls)
+    return [work / (us * 1e-6) / per for us in samples.us], samples.warmup
 
 
 Work = tuple[list[Callable[[], object]], float, float]

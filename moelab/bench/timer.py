@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from moelab.config import MoelabError
 
-CALLS = 32  # at least, per replay: the start of a graph, some µs, then weighs little
-WARMUP = 20  # replays; some ms, in which the clocks come up
-REPLAYS = 50
+# A replay is long enough that the start of a graph, some µs, weighs little; the replays of a call that takes
+# milliseconds are few, so that a grid of hundreds of settings ends.
+CALLS, REPLAY_US = 32, 3000.0  # so many calls a replay, fewer if they take longer than this
+WARMUP_US, WARMUPS = 30e3, (3, 20)  # the clocks come up
+TIMED_US, REPLAYS = 150e3, (15, 50)
 MAX_SETS = 64
+
+
+class Samples(NamedTuple):
+    us: list[float]  # per call, one for each replay
+    warmup: int  # replays thrown away before
 
 
 class BenchError(MoelabError):
@@ -37,32 +45,55 @@ def num_sets(set_bytes: float, device: torch.device) -> int:
     return min(MAX_SETS, max(2, 1 + math.ceil(2 * l2 / set_bytes)))
 
 
-def graph_samples(
-    calls: Sequence[Callable[[], object]], replays: int = REPLAYS, warmup: int = WARMUP, least_calls: int = CALLS
-) -> list[float]:
-    """µs per call, one sample for each of `replays`. `calls`: the same work on each set of inputs; each runs once
-    before the capture, so what compiles or allocates then is not timed. `warmup` replays are thrown away."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    rounds = math.ceil(least_calls / len(calls))
+def graph_samples(calls: Sequence[Callable[[], object]]) -> Samples:
+    """Time the same work on each set of inputs, an entry of `calls` each. Every call runs twice before the capture, so
+    what compiles or allocates then is not timed."""
+    rounds = _rounds(len(calls), _eager_us(calls))
     graph = torch.cuda.CUDAGraph()
     # Results are kept, so that a call which allocates its output writes to fresh memory, like one that is given some.
     results = []
     with torch.cuda.graph(graph):
         for _ in range(rounds):
             results += [call() for call in calls]
-    for _ in range(warmup):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    (first,) = _replay_us(graph, 1)
+    warmup = _within(WARMUP_US / first, WARMUPS)
+    _replay_us(graph, warmup)
+    samples = _replay_us(graph, _within(TIMED_US / first, REPLAYS))
+    del results
+    return Samples([us / (rounds * len(calls)) for us in samples], warmup + 1)
+
+
+def _eager_us(calls: Sequence[Callable[[], object]]) -> float:
+    """A pass over all calls after one that is not timed, on the stream that a capture asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def _rounds(num_calls: int, pass_us: float) -> int:
+    """Passes in one replay."""
+    return max(1, min(math.ceil(CALLS / num_calls), math.ceil(REPLAY_US / max(pass_us, 1e-3))))
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, times: int) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
     marks[0].record()
     for mark in marks[1:]:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    del results
-    return [start.elapsed_time(end) * 1e3 / (rounds * len(calls)) for start, end in zip(marks, marks[1:], strict=False)]
+    return [start.elapsed_time(end) * 1e3 for start, end in zip(marks, marks[1:], strict=False)]
+
+
+def _within(count: float, limits: tuple[int, int]) -> int:
+    return int(min(limits[1], max(limits[0], count)))
