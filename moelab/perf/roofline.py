@@ -1,0 +1,168 @@
+"""Rooflines: FLOP and bytes of the matrix kernels, and what a GPU could make of them.
+
+A kernel that computes F FLOP and has to move D bytes takes at least max(F / peak, D / bandwidth). Over the intensity
+F / D [FLOP/byte] these are a slope and a ceiling for the FLOP/s it reaches; they meet at the ridge, peak / bandwidth.
+F and D follow from what is computed, not from how: every operand is moved once. With the study's counts
+("Lower latency and higher throughput with multi-node DeepSeek deployment", 2025-04-18), one byte a value:
+
+    GEMM        [m, k] × [k, n]                F = 2·m·k·n          D = mk + kn + mn
+    GroupGEMM   g of them                      F = 2·g·m·k·n        D = g·(mk + kn + mn)
+
+The output is BF16 in truth: `out_itemsize` 2 counts it so. A GroupGEMM whose groups are partly empty does not read
+their weights: `active` of them count. For m ≪ n, k the weights are nearly all of D, so F / D ≈ 2m, whatever the shape.
+
+    MLA decode  B·q·h queries, kv rows each    F = 2·(576 + 512)·B·q·h·kv
+                                               D = B·(kv·576·2 + q·h·(576 + 512)·2)
+
+A cached row, 576 values, is read once for all heads and queries of its request, and its first 512 are summed; queries
+and outputs are BF16. For long caches F / D ≈ 1.9·q·h: drafts and heads raise it, batch and length do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moelab.config import ConfigError, ModelConfig, ParallelConfig
+from moelab.hardware import GPU
+from moelab.perf.experts import active_experts, total_tokens
+from moelab.results import Record, Store
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel has to do at least."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes
+
+    def tflops(self, us: float) -> float:
+        """TFLOP/s reached by doing it in `us`."""
+        return self.flops / us / 1e6
+
+
+def gemm(m: float, n: int, k: int, out_itemsize: int = 1) -> Work:
+    """[m, k] × [k, n], operands of one byte a value."""
+    return Work(2.0 * m * n * k, m * k + n * k + out_itemsize * m * n)
+
+
+def grouped_gemm(
+    groups: int, m: float, n: int, k: int, out_itemsize: int = 1, active: float | None = None
+) -> Work:  # fmt: skip
+    """`groups` matrices, `m` rows in each on average; weights of `active` groups are read (default: of all)."""
+    rows = groups * m
+    read = groups if active is None else active
+    return Work(2.0 * rows * n * k, rows * k + read * n * k + out_itemsize * rows * n)
+
+
+def mla(batch: int, q_len: int, kv_len: int, heads: int, kv_itemsize: int = BF16_BYTES, latent: int = 512,
+        rope: int = 64) -> Work:  # fmt: skip
+    """One step's absorbed attention of `batch` requests, each with a cache of `kv_len` rows."""
+    row, queries = latent + rope, batch * q_len * heads
+    moved = batch * kv_len * row * kv_itemsize + queries * (row + latent) * BF16_BYTES
+    return Work(2.0 * (row + latent) * queries * kv_len, moved)
+
+
+def projections(model: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int]]:
+    """{name: (n, k)} of an MoE layer's dense GEMMs on one GPU, qkv_a as one. EP does not occur in them."""
+    hidden, heads, width = model.hidden_size, model.num_attention_heads // tp, model.moe_intermediate_size
+    return {
+        "qkv_a": (model.q_lora_rank + model.latent_dim, hidden),
+        "q_b": (heads * model.qk_head_dim, model.q_lora_rank),
+        "o_proj": (hidden, heads * model.v_head_dim),
+        "shared gate_up": (2 * width * model.n_shared_experts, hidden),
+        "shared down": (hidden, width * model.n_shared_experts),
+    }
+
+
+def expert_gemms(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """{name: (n, k)} of one routed expert."""
+    hidden, width = model.hidden_size, model.moe_intermediate_size
+    return {"gate_up": (2 * width, hidden), "down": (hidden, width)}
+
+
+def expert_work(
+    model: ModelConfig, parallel: ParallelConfig, batch: int, q_len: int, which: str, out_itemsize: int = 1
+) -> Work:  # fmt: skip
+    """A GPU's grouped GEMM `which` ("gate_up", "down") in one layer, experts chosen evenly: m = B·q·k·DP/E rows in each
+    of E/EP groups, of which act_e are awake (`moelab.perf.experts`)."""
+    tokens = total_tokens(batch, q_len, parallel)
+    groups = model.n_routed_experts // parallel.ep
+    mean = tokens * model.num_experts_per_tok / model.n_routed_experts
+    awake = float(active_experts(tokens, model, parallel))
+    return grouped_gemm(groups, mean, *expert_gemms(model)[which], out_itemsize, awake)
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """The two bounds of one GPU. `tflops` by precision ("fp8", "bf16"), where known."""
+
+    name: str
+    gb_s: float
+    tflops: dict[str, float]
+
+    def ridge(self, precision: str) -> float:
+        """The intensity [FLOP/byte] from which on a kernel can be bound by compute."""
+        return self.tflops[precision] * 1e3 / self.gb_s
+
+    def attainable(self, intensity: float, precision: str) -> float:
+        """TFLOP/s at most."""
+        return min(self.tflops[precision], intensity * self.gb_s / 1e3)
+
+    def least_us(self, work: Work, precision: str) -> float:
+        """The time that `work` takes at least."""
+        return work.flops / self.attainable(work.intensity, precision) / 1e6
+
+
+def nominal(gpu: GPU) -> Roofs:
+    """Of the data sheet."""
+    return Roofs(f"{gpu.name} data sheet", gpu.hbm_gb_s, {"fp8": gpu.fp8_tflops, "bf16": gpu.bf16_tflops})
+
+
+def measured(store: Store, gpu: str) -> Roofs | None:
+    """Medians of bench "roofs" on one `gpu`; None where not even its bandwidth was measured."""
+    found = {r.metric: r.p50 for r in store.records("roofs", gpu=gpu, gpu_count=1)}
+    if "copy" not in found:
+        return None
+    peaks = {name: value for name, value in found.items() if name != "copy"}
+    return Roofs(f"{gpu.removeprefix('NVIDIA ')} measured", found["copy"], peaks)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A kernel on the roofline: TFLOP/s by its median time, `low` by its p80 and `high` by its p20."""
+
+    intensity: float
+    tflops: float
+    low: float
+    high: float
+
+
+def point(work: Work, record: Record) -> Point:
+    """Where a timing Record of `work` stands. Raises ConfigError for one that is not in us."""
+    if record.unit != "us":
+        raise ConfigError(f"a record of {record.metric} is in {record.unit!r}: a roofline takes times in 'us'")
+    return Point(work.intensity, *(work.tflops(us) for us in (record.p50, record.p80, record.p20)))
+
+
+def halving_cost(us_by_m: dict[int, float], m: int) -> float:
+    """What two micro-batches pay: 2·t(m/2) − t(m), in us. Raises ConfigError where m or m/2 was not timed."""
+    missing = [x for x in (m // 2, m) if x not in us_by_m]
+    if m % 2 or missing:
+        raise ConfigError(f"m is {m}: it has to be even and timed, as m/2; timed are {sorted(us_by_m)}")
+    return 2 * us_by_m[m // 2] - us_by_m[m]
+
+
+def spread(curves: Sequence[dict[float, float]]) -> float | None:
+    """How far curves {x: y} lie apart where they share an x: the largest ratio of two y over all x that at least two
+    of them have; 1 is coincidence. None where no two share one."""
+    places = {x for curve in curves for x in curve}
+    at = {x: [curve[x] for curve in curves if x in curve] for x in places}
+    return max((max(y) / min(y) for y in at.values() if len(y) > 1), default=None)
