@@ -29,6 +29,8 @@ from moelab.perf.experts import active_experts, total_tokens
 from moelab.results import Record, Store
 
 BF16_BYTES = 2
+# Of a cached row, as `moelab.ops.mla_cache` has it: FP8 keeps 4 scales of float32 and the rotary part in BF16.
+ROW_BYTES = {"bf16": 576 * BF16_BYTES, "fp8": 512 + 4 * 4 + 64 * BF16_BYTES}
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,11 @@ def grouped_gemm(
     return Work(2.0 * rows * n * k, rows * k + read * n * k + out_itemsize * rows * n)
 
 
-def mla(batch: int, q_len: int, kv_len: int, heads: int, kv_itemsize: int = BF16_BYTES, latent: int = 512,
-        rope: int = 64) -> Work:  # fmt: skip
-    """One step's absorbed attention of `batch` requests, each with a cache of `kv_len` rows."""
-    row, queries = latent + rope, batch * q_len * heads
-    moved = batch * kv_len * row * kv_itemsize + queries * (row + latent) * BF16_BYTES
-    return Work(2.0 * (row + latent) * queries * kv_len, moved)
+def mla(batch: int, q_len: int, kv_len: int, heads: int, kv: str = "bf16") -> Work:
+    """One step's absorbed attention of `batch` requests, each with a cache of `kv_len` rows in the form `kv`."""
+    values, queries = 576 + 512, batch * q_len * heads
+    moved = batch * kv_len * ROW_BYTES[kv] + queries * values * BF16_BYTES
+    return Work(2.0 * values * queries * kv_len, moved)
 
 
 def projections(model: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int]]:
