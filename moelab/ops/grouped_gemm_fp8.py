@@ -1,0 +1,235 @@
+"""Block-FP8 grouped GEMM: the experts' matrices over the rows that were dispatched to them.
+
+    out[r] = x[r] · W[e]ᵀ        for each of the counts[e] rows r of expert e
+
+x carries a scale for 1 × 128 values, W one for 128 × 128. Rows stand padded per expert, [E, M, K] with the first
+counts[e] populated ("masked" in DeepGEMM's words), or contiguous, [R, K] with expert e's rows from
+`segment_starts(counts)[e]` on. Counts stay on the device, so a captured graph follows them, and a count beyond the room
+stands for the room.
+
+Two backends: DeepGEMM (`moelab.ops.deep_gemm`), and our Triton kernel (`moelab.ops.grouped_gemm_kernel`), which needs
+nothing else. Which one is taken, and with which tiles, was measured (`moelab.ops.choice`). Triton neither reads nor
+writes rows beyond a count. DeepGEMM works on whole tiles of up to 128 rows: it reads the rows behind the last, which
+touch no other row, and leaves undefined values in theirs of `out`, within the expert's own room.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moelab.ops import choice, deep_gemm
+from moelab.ops.checks import check_tensor, require
+from moelab.ops.counters import zero_counters
+from moelab.ops.early_launch import launches_early
+from moelab.ops.fp8 import BLOCK, dequantize_block, num_blocks
+from moelab.ops.grouped_gemm_kernel import counts_kernel, grouped_kernel
+from moelab.ops.jit import runs_on, triton
+from moelab.ops.layout import dequantize_rows, empty_scales, scales_shape, segment_starts
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # no Triton for this platform
+    TensorDescriptor = None
+
+BACKENDS = ("auto", "deep_gemm", "triton")
+MASKED, CONTIGUOUS = "grouped_masked", "grouped_contiguous"  # as the tables of choices call the two layouts
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of the Triton kernel: BLOCK_N columns × BLOCK_M rows, `stages` of 128 along K in flight in each of
+    `per_sm` programs an SM. A tile is shared by programs that take at least `least` steps of 128; 0: never shared."""
+
+    block_n: int
+    block_m: int
+    stages: int
+    warps: int
+    per_sm: int
+    least: int
+
+    def __str__(self) -> str:
+        return f"{self.block_n}x{self.block_m}/s{self.stages}w{self.warps}p{self.per_sm}l{self.least}"
+
+    @classmethod
+    def parse(cls, text: str) -> Config:
+        """The inverse of str. Raises OpError."""
+        found = re.fullmatch(r"(\d+)x(\d+)/s(\d+)w(\d+)p(\d+)l(\d+)", text)
+        require(found is not None, "config", repr(text), "BLOCK_NxBLOCK_M/sSTAGESwWARPSpPER_SMlLEAST")
+        return cls(*map(int, found.groups()))
+
+
+def grouped_gemm_fp8(
+    rows: Pair, weight: Pair, counts: Tensor, out: Tensor | None = None, expected_m: int | None = None,
+    backend: str = "auto", config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    """rows: (float8_e4m3fn [E, M, K] padded or [R, K] contiguous, float32 scales in the format "row" or "column_tma").
+    weight: (float8_e4m3fn [E, N, K], float32 [E, ⌈N/128⌉, ⌈K/128⌉]). counts: int32 [E] on the device.
+    -> bfloat16, like rows with N columns; `out` to write into. Everything contiguous but the scales of rows; K a
+    multiple of 16.
+
+    `expected_m`: about how many rows an expert with rows has, for the choice of tiles; a wrong one costs time only.
+    Without it R/E in the contiguous layout, and 64, or M if that is less, in the padded one. `backend`: "auto" takes
+    the measured choice; DeepGEMM wants scales in "column_tma" (it transposes others at every call), and M, or R, a
+    multiple of 128. `config`: of the Triton kernel, which without one takes the measured, or else `default_config`.
+
+    Raises OpError for an argument that is not accepted, DeepGemmError where DeepGEMM is demanded and cannot be used.
+    """
+    out = _check(rows, weight, counts, out)
+    require(backend in BACKENDS, "backend", repr(backend), ", ".join(map(repr, BACKENDS)))
+    require(expected_m is None or expected_m > 0, "expected_m", expected_m, "a positive number, or None")
+    values, (w, _) = rows[0], weight
+    if 0 in values.shape or 0 in w.shape:
+        return out
+    if not runs_on(grouped_kernel, values):
+        require(backend != "deep_gemm", "backend", repr(backend), "'auto' for tensors on the CPU")
+        return _reference(rows, weight, counts, out)
+    if expected_m is None:
+        expected_m = min(values.shape[1], 64) if values.dim() == 3 else max(1, values.shape[0] // w.shape[0])
+    if backend != "triton" or config is None:
+        backend, config = _choose(backend, config, values, w, expected_m)
+    if backend == "deep_gemm":
+        return _deep_gemm(rows, weight, counts, out, expected_m)
+    return _triton(rows, weight, counts, out, config)
+
+
+def default_config(expected_m: int) -> Config:
+    """Of the Triton kernel where no table speaks: one tile holds the rows of an expert, up to 128."""
+    block_m = min(128, max(16, triton.next_power_of_2(expected_m)))
+    if block_m == 128:
+        return Config(128, 128, 4, 8, 1, 4)
+    return Config(128, block_m, 5 if block_m == 16 else 4, 4, 2, 4)
+
+
+def expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
+    """Which expert each row of the contiguous layout belongs to, int32 [num_rows]; −1 where there is none. One launch;
+    counts int32 [E] on the device. CPU tensors take plain torch."""
+    out = torch.empty(num_rows, dtype=torch.int32, device=counts.device)
+    if not runs_on(counts_kernel, counts):
+        out.fill_(-1)
+        for expert, (start, count) in enumerate(zip(segment_starts(counts).tolist(), counts.tolist(), strict=True)):
+            out[start : start + count] = expert
+        return out
+    early = launches_early(counts)
+    if num_rows:
+        counts_kernel[(triton.cdiv(num_rows, BLOCK),)](
+            counts, out, counts.numel(), num_rows, EXPERTS=triton.next_power_of_2(counts.numel()), CLAMP=False,
+            EARLY=early, launch_pdl=early, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _check(rows: Pair, weight: Pair, counts: Tensor, out: Tensor | None) -> Tensor:
+    """Everything fits; `out`, or a new one."""
+    for name, pair in (("rows", rows), ("weight", weight)):
+        require(isinstance(pair, tuple) and len(pair) == 2, name, f"a {type(pair).__name__}", "a pair (values, scales)")
+    (values, scales), (w, w_scales) = rows, weight
+    fp8, f32 = (torch.float8_e4m3fn,), (torch.float32,)
+    require(isinstance(values, Tensor), "rows[0]", f"a {type(values).__name__}", "a tensor")
+    padded = values.dim() == 3
+    check_tensor("rows[0]", values, ("E", "M", "K") if padded else ("R", "K"), fp8)
+    k = values.shape[-1]
+    check_tensor("weight[0]", w, (values.shape[0] if padded else "E", "N", k), fp8, values)
+    experts, n, _ = w.shape
+    check_tensor("weight[1]", w_scales, (experts, num_blocks(n), num_blocks(k)), f32, values)
+    check_tensor("counts", counts, (experts,), (torch.int32,), values)
+    for name, tensor in (("rows[0]", values), ("weight[0]", w), ("weight[1]", w_scales), ("counts", counts)):
+        _require_contiguous(name, tensor)
+    require(k % 16 == 0, "rows[0]'s K", k, "a multiple of 16")
+    require(isinstance(scales, Tensor), "rows[1]", f"a {type(scales).__name__}", "a tensor")
+    shape = scales_shape(tuple(values.shape), "row")
+    require(scales.dtype == torch.float32, "rows[1]'s dtype", scales.dtype, "float32")
+    require(tuple(scales.shape) == shape, "rows[1]'s shape", list(scales.shape), list(shape))
+    legal = [_strides(tuple(values.shape), name) for name in ("row", "column_tma")]
+    require(scales.stride() in legal or scales.numel() == 0, "rows[1]'s strides", scales.stride(),
+            f"{legal[0]} (row) or {legal[1]} (column_tma)")  # fmt: skip
+    require(scales.device == values.device, "rows[1]'s device", scales.device, f"{values.device}, where the others are")
+    if out is None:
+        return torch.empty(*values.shape[:-1], n, dtype=torch.bfloat16, device=values.device)
+    check_tensor("out", out, (*values.shape[:-1], n), (torch.bfloat16,), values)
+    _require_contiguous("out", out)
+    return out
+
+
+def _require_contiguous(name: str, tensor: Tensor) -> None:
+    require(tensor.is_contiguous(), f"{name}'s strides", tensor.stride(), "a contiguous tensor; call .contiguous()")
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides(rows_shape: tuple[int, ...], scale_format: str) -> tuple[int, ...]:
+    return empty_scales(rows_shape, scale_format, torch.device("meta")).stride()
+
+
+def _choose(
+    backend: str, config: Config | None, values: Tensor, w: Tensor, expected_m: int
+) -> tuple[str, Config | None]:
+    """The measured choice among what is allowed and possible."""
+    experts, n, k = w.shape
+    op = MASKED if values.dim() == 3 else CONTIGUOUS
+    whole = values.shape[-2] % BLOCK == 0
+    if backend == "deep_gemm":
+        # A tile that hangs over the end of the room would be written into the next expert's rows.
+        require(whole, f"rows[0]'s {'M' if op == MASKED else 'R'}", values.shape[-2],
+                "a multiple of 128 with backend 'deep_gemm'")  # fmt: skip
+        return "deep_gemm", None
+    if not values.is_cuda:
+        return "triton", config or default_config(expected_m)
+    possible = ("triton",) if backend == "triton" or not whole or deep_gemm.reason() else ("deep_gemm", "triton")
+    found = choice.pick(op, values.device, n, k, expected_m, experts, possible)
+    if found is None:
+        return "triton", config or default_config(expected_m)
+    return found.backend, config or (Config.parse(found.config) if found.backend == "triton" else None)
+
+
+def _reference(rows: Pair, weight: Pair, counts: Tensor, out: Tensor) -> Tensor:
+    """In float32, rounded once; an expert at a time."""
+    values, scales = rows
+    starts = [0] * counts.numel() if values.dim() == 3 else segment_starts(counts).tolist()
+    for expert, (start, count) in enumerate(zip(starts, counts.tolist(), strict=True)):
+        part = (expert, slice(count)) if values.dim() == 3 else (slice(start, start + count),)
+        w = dequantize_block(weight[0][expert], weight[1][expert])
+        out[part] = (dequantize_rows(values[part], scales[part]) @ w.T).to(torch.bfloat16)
+    return out
+
+
+def _deep_gemm(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, expected_m: int) -> Tensor:
+    if rows[0].dim() == 2:
+        return deep_gemm.grouped_contiguous(rows, weight, out, expert_of_row(counts, rows[0].shape[0]))
+    # DeepGEMM believes the counts; one beyond the room would reach the next expert.
+    within, early = torch.empty_like(counts), launches_early(counts)
+    counts_kernel[(1,)](
+        counts, within, counts.numel(), rows[0].shape[1], EXPERTS=triton.next_power_of_2(counts.numel()), CLAMP=True,
+        EARLY=early, launch_pdl=early, num_warps=1,
+    )  # fmt: skip
+    return deep_gemm.grouped_masked(rows, weight, out, within, expected_m)
+
+
+def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Config) -> Tensor:
+    (values, scales), (w, w_scales) = rows, weight
+    experts, n, k = w.shape
+    padded, room, steps = values.dim() == 3, values.shape[-2], num_blocks(k)
+    programs = _num_programs(values.device, config.per_sm)
+    least = min(config.least, steps) or steps
+    size = 0 if least == steps else 2 * programs * config.block_n * config.block_m
+    partials = torch.empty(size, dtype=torch.float32, device=values.device)
+    arrived = zero_counters(values.device, programs)
+    early = launches_early(values)
+    grouped_kernel[(programs,)](
+        values, scales, TensorDescriptor.from_tensor(w.view(experts * n, k), [config.block_n, BLOCK]), w_scales,
+        counts, out, partials, arrived, scales.stride(0) if padded else 0, *scales.stride()[-2:], experts, room,
+        N=n, K=k, EXPERTS=triton.next_power_of_2(experts), PADDED=padded, BLOCK_N=config.block_n,
+        BLOCK_M=config.block_m, LEAST=least, STAGES=config.stages, EARLY=early, CUDA=values.is_cuda,
+        num_warps=config.warps, launch_pdl=early,
+    )  # fmt: skip
+    return out
+
+
+def _num_programs(device: torch.device, per_sm: int) -> int:
+    """A few under the interpreter, which runs them one after another."""
+    return per_sm * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
