@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 BLOCK = 128
 E4M3_MAX = 448.0
+AMAX_FLOOR = 1e-12
 
 
 def num_blocks(size: int) -> int:
@@ -28,11 +29,13 @@ def dequantize_block(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
 def quantize_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """weight [..., N, K] of any float dtype -> (float8_e4m3fn [..., N, K], float32 [..., ⌈N/128⌉, ⌈K/128⌉]).
 
-    scale = max|w| / 448 over the block; a block of zeros gets the scale of 1e-12 and stays zero.
+    scale = max|w| / 448 over the block; a block of zeros gets the scale of 1e-12 and stays zero. A block that holds NaN
+    or an infinity becomes NaN, scale and values. `quantize_blocks` does the same on a GPU in one kernel.
     """
     rows, cols = weight.shape[-2:]
     padded = pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(-1, (num_blocks(cols), BLOCK)).unflatten(-3, (num_blocks(rows), BLOCK))
-    scale = blocks.abs().amax((-3, -1)).clamp(min=1e-12) / E4M3_MAX
+    amax = blocks.abs().amax((-3, -1))
+    scale = torch.where(amax.isfinite(), amax.clamp(min=AMAX_FLOOR) / E4M3_MAX, float("nan"))
     quantized = (blocks / scale[..., :, None, :, None]).to(torch.float8_e4m3fn)
     return quantized.view(padded.shape)[..., :rows, :cols].contiguous(), scale
