@@ -1,0 +1,45 @@
+"""Counters by which programs that share a tile know who finishes it, and the rule under which they may be shared.
+
+With split-K several programs leave float32 partial sums of one tile and count themselves; the last to arrive adds the
+sums, always in the order of K, so the result does not depend on who was last, and sets its counter back to 0. Nobody
+waits for anybody. A kernel finds all counters at 0 and leaves them so, which a CUDA graph repeats at every replay.
+
+Two kernels that run at the same time must not count on the same counters. So there is one row of them per device and
+stream; a graph keeps the row of the stream it was captured on. What follows for the caller: graphs that were captured
+on one stream do not run side by side on two.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from moelab.ops.checks import require
+
+COUNTERS = 4096  # tiles of one launch that can be shared
+STREAMS = 64
+
+
+def counters(device: torch.device) -> Tensor:
+    """int32 [COUNTERS], zeros between launches, for kernels of the current stream of `device`. Raises OpError for the
+    first call of all within a capture, since a captured fill would not run now, and beyond STREAMS streams."""
+    if device.type != "cuda":
+        return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    bank, rows = _bank(device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if stream not in rows:
+        require(len(rows) < STREAMS, "the stream", f"one more than {STREAMS}", f"at most {STREAMS} streams of a device")
+        rows[stream] = len(rows)
+    return bank[rows[stream]]
+
+
+@functools.cache
+def _bank(device: torch.device) -> tuple[Tensor, dict[int, int]]:
+    """The counters of all streams, and which stream has which row."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    require(not capturing, "the first call", "within a CUDA graph capture", "one call before the capture")
+    bank = torch.zeros(STREAMS, COUNTERS, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # so that every stream sees the zeros
+    return bank, {}
