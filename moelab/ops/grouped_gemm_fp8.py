@@ -45,7 +45,8 @@ Pair = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class Config:
     """Tiles of the Triton kernel: BLOCK_N columns × BLOCK_M rows, `stages` of 128 along K in flight in each of
-    `per_sm` programs an SM. A tile is shared by programs that take at least `least` steps of 128; 0: never shared."""
+    `per_sm` programs an SM. A tile is shared by programs that take at least `least` steps of 128; 0: never shared.
+    Before its turn a program asks the L2 for the weights of its first `ahead` steps."""
 
     block_n: int
     block_m: int
@@ -53,15 +54,16 @@ class Config:
     warps: int
     per_sm: int
     least: int
+    ahead: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_n}x{self.block_m}/s{self.stages}w{self.warps}p{self.per_sm}l{self.least}"
+        return f"{self.block_n}x{self.block_m}/s{self.stages}w{self.warps}p{self.per_sm}l{self.least}a{self.ahead}"
 
     @classmethod
     def parse(cls, text: str) -> Config:
         """The inverse of str. Raises OpError."""
-        found = re.fullmatch(r"(\d+)x(\d+)/s(\d+)w(\d+)p(\d+)l(\d+)", text)
-        require(found is not None, "config", repr(text), "BLOCK_NxBLOCK_M/sSTAGESwWARPSpPER_SMlLEAST")
+        found = re.fullmatch(r"(\d+)x(\d+)/s(\d+)w(\d+)p(\d+)l(\d+)a(\d+)", text)
+        require(found is not None, "config", repr(text), "BLOCK_NxBLOCK_M/sSTAGESwWARPSpPER_SMlLEASTaAHEAD")
         return cls(*map(int, found.groups()))
 
 
@@ -221,10 +223,10 @@ def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Confi
     arrived = zero_counters(values.device, programs)
     early = launches_early(values)
     grouped_kernel[(programs,)](
-        values, scales, TensorDescriptor.from_tensor(w.view(experts * n, k), [config.block_n, BLOCK]), w_scales,
+        values, scales, w, TensorDescriptor.from_tensor(w.view(experts * n, k), [config.block_n, BLOCK]), w_scales,
         counts, out, partials, arrived, scales.stride(0) if padded else 0, *scales.stride()[-2:], experts, room,
-        N=n, K=k, EXPERTS=triton.next_power_of_2(experts), PADDED=padded, BLOCK_N=config.block_n,
-        BLOCK_M=config.block_m, LEAST=least, STAGES=config.stages, EARLY=early, CUDA=values.is_cuda,
+        N=n, K=k, EXPERTS=max(32, triton.next_power_of_2(experts)), PADDED=padded, BLOCK_N=config.block_n,
+        BLOCK_M=config.block_m, LEAST=least, STAGES=config.stages, AHEAD=config.ahead, EARLY=early, CUDA=values.is_cuda,
         num_warps=config.warps, launch_pdl=early,
     )  # fmt: skip
     return out

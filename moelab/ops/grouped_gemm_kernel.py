@@ -29,16 +29,20 @@ from moelab.ops.jit import jit, tl
 
 @jit
 def grouped_kernel(
-    x, x_scales, weight, weight_scales, counts, out, partials, arrived,
+    x, x_scales, w, weight, weight_scales, counts, out, partials, arrived,
     scales_stack, scales_row, scales_column, num_experts, room,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, CUDA: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    CUDA: tl.constexpr,
 ):  # fmt: skip
-    """`weight`: a TMA descriptor of [E·N, K] with blocks [BLOCK_N, 128]. `room`: M if PADDED, else rows of the buffer.
-    `arrived` int32 [P]: zeros, and zeros again when this ends."""
+    """`weight`: a TMA descriptor of `w` as [E·N, K], with blocks [BLOCK_N, 128]. `room`: M if PADDED, else rows of the
+    buffer. `arrived` int32 [P]: zeros, and zeros again when this ends."""
     STEPS: tl.constexpr = (K + 127) // 128
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    programs = tl.num_programs(0)
     if EARLY:
+        if AHEAD:
+            _prefetch(w, num_experts, programs, N, K, BLOCK_N, STEPS, LEAST, AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.arange(0, EXPERTS)
@@ -52,10 +56,7 @@ def grouped_kernel(
     ends = tl.cumsum(tiles_m * TILES_N, 0)
     total = tl.sum(tiles_m * TILES_N, axis=0)
 
-    programs = tl.num_programs(0)
-    rest = total % programs
-    share = tl.cdiv(rest * STEPS, programs)
-    share = tl.where(share * 10 > STEPS * 9, STEPS, tl.maximum(share, LEAST))
+    rest, share = _shares(total, programs, STEPS, LEAST)
     step = tl.program_id(0) * share
     stop = tl.minimum(step + share, rest * STEPS)
     whole = rest + tl.program_id(0)
@@ -117,6 +118,40 @@ def grouped_kernel(
         n = column + tl.arange(0, BLOCK_N)
         target = out + row[:, None] * N + n[None, :]
         tl.store(target, tl.trans(acc).to(out.dtype.element_ty), mask=valid[:, None] & (n < N)[None, :])
+
+
+@jit
+def _shares(tiles, programs, STEPS: tl.constexpr, LEAST: tl.constexpr):
+    """How many tiles are cut, and how many of their steps a program takes."""
+    rest = tiles % programs
+    share = tl.cdiv(rest * STEPS, programs)
+    return rest, tl.where(share * 10 > STEPS * 9, STEPS, tl.maximum(share, LEAST))
+
+
+@jit
+def _prefetch(
+    w, num_experts, programs, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+    LEAST: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The weights of the first AHEAD steps that this program will take if every expert has one tile of rows."""
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    rest, share = _shares(num_experts * TILES_N, programs, STEPS, LEAST)
+    step = tl.program_id(0) * share
+    shared = step < rest * STEPS
+    tile = tl.where(shared, step // STEPS, rest + tl.program_id(0))
+    k = tl.where(shared, step % STEPS, 0) * 128
+    n = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    size = tl.where((n < N) & (tile < num_experts * TILES_N), tl.minimum(AHEAD * 128, K - k), 0)
+    prefetch_l2((w + ((tile // TILES_N) * N + n).to(tl.int64) * K + k).to(tl.int64), size)
+
+
+@jit
+def prefetch_l2(address, size):
+    """Ask the L2 for `size` bytes at `address` (int64), both multiples of 16; none where `size` is 0."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @jit
