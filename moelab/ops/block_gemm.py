@@ -112,7 +112,11 @@ def prefetch_l2(address, size):
     )  # fmt: skip
 
 
-@jit
+# Sizes whose value or divisibility would only make for more variants to compile.
+_SIZES = ("scales_column", "w_scales_stride", "num_rows", "tiles_m", "ahead")
+
+
+@(jit if triton is None else triton.jit(do_not_specialize=_SIZES))
 def gemm_kernel(
     x, x_scales, w, weight, weight_scales, out, partials, arrived, x_stride, scales_row, scales_column, w_stride,
     w_scales_stride, out_stride, num_rows, num_columns, depth, tiles_m, ahead,
