@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from moelab.ops import choice, deep_gemm
+from moelab.ops.arrivals import counters
 from moelab.ops.checks import check_tensor, require
-from moelab.ops.counters import zero_counters
 from moelab.ops.early_launch import launches_early
 from moelab.ops.fp8 import BLOCK, dequantize_block, num_blocks
 from moelab.ops.grouped_gemm_kernel import counts_kernel, grouped_kernel
@@ -220,7 +220,7 @@ def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Confi
     least = min(config.least, steps) or steps
     size = 0 if least == steps else 2 * programs * config.block_n * config.block_m
     partials = torch.empty(size, dtype=torch.float32, device=values.device)
-    arrived = zero_counters(values.device, programs)
+    arrived = counters(values.device)
     early = launches_early(values)
     grouped_kernel[(programs,)](
         values, scales, w, TensorDescriptor.from_tensor(w.view(experts * n, k), [config.block_n, BLOCK]), w_scales,

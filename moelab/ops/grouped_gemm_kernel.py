@@ -11,9 +11,8 @@ With U = ⌈rest · ⌈K/128⌉ / P⌉ all programs end together, whatever the c
 idle SMs in a last wave where there are many (stream-K, arXiv 2301.03598). U is never below LEAST steps, and a whole
 tile where that costs at most a tenth.
 
-Programs that share a tile leave float32 partial sums in a workspace and count themselves; the last to arrive adds the
-partial sums in the order of K, whoever it is, so the sum is the same bit for bit on every run. Nobody waits for
-anybody.
+Programs that share a tile leave float32 partial sums in a workspace and count themselves; the last to arrive adds them
+in the order of K (`moelab.ops.arrivals`), so the sum is the same, bit for bit, on every run. Nobody waits for anybody.
 
 Weights are the first operand, [BLOCK_N, 128] · [128, BLOCK_M]: Hopper's wgmma wants 64 or more rows there, which
 weights always have and tokens do not, so few rows cost little ("swap AB", as in FlashInfer and TensorRT-LLM). Weights
@@ -24,6 +23,7 @@ come by TMA; rows by masked copies, so rows beyond a count are never read.
 
 from __future__ import annotations
 
+from moelab.ops.block_gemm import prefetch_l2
 from moelab.ops.jit import jit, tl
 
 
@@ -36,7 +36,7 @@ def grouped_kernel(
     CUDA: tl.constexpr,
 ):  # fmt: skip
     """`weight`: a TMA descriptor of `w` as [E·N, K], with blocks [BLOCK_N, 128]. `room`: M if PADDED, else rows of the
-    buffer. `arrived` int32 [P]: zeros, and zeros again when this ends."""
+    buffer. `arrived` int32 [≥ P]: zeros, and zeros again when this ends."""
     STEPS: tl.constexpr = (K + 127) // 128
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     programs = tl.num_programs(0)
@@ -143,15 +143,6 @@ def _prefetch(
     n = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     size = tl.where((n < N) & (tile < num_experts * TILES_N), tl.minimum(AHEAD * 128, K - k), 0)
     prefetch_l2((w + ((tile // TILES_N) * N + n).to(tl.int64) * K + k).to(tl.int64), size)
-
-
-@jit
-def prefetch_l2(address, size):
-    """Ask the L2 for `size` bytes at `address` (int64), both multiples of 16; none where `size` is 0."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @jit

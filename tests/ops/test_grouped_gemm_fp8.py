@@ -73,7 +73,7 @@ def test_counts_beyond_the_room_stand_for_the_room(device, layout):
 def test_the_same_bits_on_every_run_and_counters_back_at_zero(device, monkeypatch):
     inputs = draw("padded", [5, 16, 1], 192, 1152, device, 16)
     counters = torch.zeros(1024, dtype=torch.int32, device=device)
-    monkeypatch.setattr(op, "zero_counters", lambda on, number: counters[:number])
+    monkeypatch.setattr(op, "counters", lambda on: counters)
     first = check(inputs, config=Config(64, 16, 3, 4, 1, 2))
     assert not counters.any()
     again = check(inputs, config=Config(64, 16, 3, 4, 1, 2))
@@ -168,31 +168,20 @@ def test_a_captured_graph_follows_the_counts(gpu, layout, backend):
 
 
 @pytest.mark.gpu
-def test_launches_on_two_streams_and_in_two_graphs_do_not_share_counters(gpu):
+def test_launches_on_two_streams_do_not_share_counters(gpu):
     config = Config(64, 16, 3, 4, 1, 1)
     inputs = [draw("padded", [9, 16], 512, 7168, gpu, 16) for _ in range(2)]
+    want = [grouped_gemm_fp8(*i[:3], backend="triton", config=config).nan_to_num() for i in inputs]
     outs = [poisoned_out(rows, weight) for rows, weight, *_ in inputs]
-    for (rows, weight, counts, _), out in zip(inputs, outs, strict=True):
-        grouped_gemm_fp8(rows, weight, counts, out, backend="triton", config=config)
-    torch.cuda.synchronize()
-    want = [out.clone() for out in outs]
-    graphs = []
-    for (rows, weight, counts, _), out in zip(inputs, outs, strict=True):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            for _ in range(20):
-                grouped_gemm_fp8(rows, weight, counts, out, backend="triton", config=config)
     streams = [torch.cuda.Stream() for _ in inputs]
-    for out in outs:
-        out.fill_(float("nan"))
     torch.cuda.synchronize()
-    for _ in range(20):
-        for graph, stream in zip(graphs, streams, strict=True):
+    for _ in range(200):
+        for (rows, weight, counts, _), out, stream in zip(inputs, outs, streams, strict=True):
             with torch.cuda.stream(stream):
-                graph.replay()
+                grouped_gemm_fp8(rows, weight, counts, out, backend="triton", config=config)
     torch.cuda.synchronize()
-    for got, expected in zip(outs, want, strict=True):
-        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+    for (*_, mask), got, expected in zip(inputs, outs, want, strict=True):
+        assert torch.equal(got[mask], expected[mask])
 
 
 @pytest.mark.gpu
