@@ -5,7 +5,8 @@ group scores the sum of its two best, the best `topk_group` groups stay), but *w
 the chosen and multiplied by the routed scaling factor. The bias balances load and must never reach the output.
 
 Dropped groups are masked with −inf: a zero would beat any expert whose biased score is negative. All in float32.
-Mixtral's router is the case of softmax scores, one group and no bias. On ties the lower id wins.
+Mixtral's router is the case of softmax scores, one group and no bias. On ties the lower id wins. Padding, as behind the
+last token of a step that replays a larger captured graph, is routed nowhere: ids −1, weights 0.
 
 `route` is the definition, in plain torch: about ten launches. `route_fused` computes the same in one, a warp per token.
 A NaN score counts as the greatest, as in torch's sort: ids stay in range, and the weights of that token are NaN.
@@ -44,10 +45,12 @@ def route(
     scoring: str = "sigmoid",
     renormalize: bool = True,
     scale: float = 1.0,
+    num_tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits float32 [T, E], bias float32 [E] or None -> (ids int64 [T, K], weights float32 [T, K]).
 
-    Ids of a token come in falling order of their biased score. Weights already hold `scale`.
+    Ids of a token come in falling order of their biased score. Weights already hold `scale`. `num_tokens`, one integer
+    in a tensor: the tokens from it on are padding, whose logits may hold anything.
     """
     scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
     biased = scores if bias is None else scores + bias.float()
@@ -55,7 +58,10 @@ def route(
     weights = scores.gather(-1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scale
+    if num_tokens is None:
+        return ids, weights * scale
+    padding = torch.arange(len(ids), device=ids.device)[:, None] >= num_tokens
+    return ids.masked_fill(padding, -1), (weights * scale).masked_fill(padding, 0.0)
 
 
 def _keep_groups(biased: torch.Tensor, n_group: int, topk_group: int) -> torch.Tensor:
@@ -82,36 +88,38 @@ def route_fused(
     scoring: str = "sigmoid",
     renormalize: bool = True,
     scale: float = 1.0,
+    num_tokens: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `route`, in one launch on CUDA tensors; may be captured in a CUDA graph. Anywhere else it calls `route`.
 
     logits float32 [T, E ≤ 1024], rows contiguous at any stride; bias float32 [E] or None -> (ids [T, K] of `ids_dtype`,
     int32 or int64; weights float32 [T, K]). At most 8 groups, and top_k experts must be left in those that stay.
+    `num_tokens` is int32 of shape [1] and is read on the device.
     """
-    _check(logits, bias, top_k, n_group, topk_group, scoring, ids_dtype)
+    _check(logits, bias, top_k, n_group, topk_group, scoring, num_tokens, ids_dtype)
     if not runs_on(_route_kernel, logits):
         ids, weights = route(
             logits, bias, top_k=top_k, n_group=n_group, topk_group=topk_group, scoring=scoring,
-            renormalize=renormalize, scale=scale,
+            renormalize=renormalize, scale=scale, num_tokens=num_tokens,
         )  # fmt: skip
         return ids.to(ids_dtype).contiguous(), weights
-    num_tokens, num_experts = logits.shape
-    ids = torch.empty(num_tokens, top_k, dtype=ids_dtype, device=logits.device)
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    if num_tokens:
+    rows, num_experts = logits.shape
+    ids = torch.empty(rows, top_k, dtype=ids_dtype, device=logits.device)
+    weights = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    if rows:
         size, early = num_experts // n_group, launches_early(logits)
-        _route_kernel[(num_tokens,)](
-            logits, logits if bias is None else bias, ids, weights, logits.stride(0), float(scale),
+        _route_kernel[(rows,)](
+            logits, bias, num_tokens, ids, weights, logits.stride(0), float(scale),
             GROUPS=n_group, SIZE=size, TOPK_GROUP=topk_group, TOP_K=top_k, SOFTMAX=scoring == "softmax",
-            BIASED=bias is not None, RENORMALIZE=renormalize, EXACT_EXP=logits.is_cuda,
+            RENORMALIZE=renormalize, EXACT_EXP=logits.is_cuda,
             GROUPS_PADDED=triton.next_power_of_2(n_group), SIZE_PADDED=triton.next_power_of_2(size),
             K_PADDED=triton.next_power_of_2(top_k), EARLY=early, num_warps=1, launch_pdl=early,
         )  # fmt: skip
     return ids, weights
 
 
-def _check(logits, bias, top_k, n_group, topk_group, scoring, ids_dtype) -> None:
+def _check(logits, bias, top_k, n_group, topk_group, scoring, num_tokens, ids_dtype) -> None:
     check_tensor("logits", logits, ("T", "E"), (torch.float32,))
     experts = logits.shape[1]
     require(1 <= experts <= MAX_EXPERTS, "the number of experts, logits' second size,", experts, f"1…{MAX_EXPERTS}")
@@ -123,6 +131,8 @@ def _check(logits, bias, top_k, n_group, topk_group, scoring, ids_dtype) -> None
     left = topk_group * (experts // n_group)
     require(1 <= top_k <= left, "top_k", top_k, f"1…{left}, the experts of the groups that stay")
     require(scoring in SCORINGS, "scoring", repr(scoring), " or ".join(map(repr, SCORINGS)))
+    if num_tokens is not None:
+        check_tensor("num_tokens", num_tokens, (1,), (torch.int32,), like=logits)
     require(ids_dtype in IDS_DTYPES, "ids_dtype", ids_dtype, " or ".join(map(str, IDS_DTYPES)))
 
 
@@ -149,9 +159,9 @@ def _exp(x, EXACT: tl.constexpr):
 
 @jit
 def _route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, stride, scale,
+    logits_ptr, bias_ptr, num_tokens_ptr, ids_ptr, weights_ptr, stride, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr,
-    BIASED: tl.constexpr, RENORMALIZE: tl.constexpr, EXACT_EXP: tl.constexpr,
+    RENORMALIZE: tl.constexpr, EXACT_EXP: tl.constexpr,
     GROUPS_PADDED: tl.constexpr, SIZE_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
     EARLY: tl.constexpr, NONE: tl.constexpr = -(2**31),
 ):  # fmt: skip
@@ -165,7 +175,12 @@ def _route_kernel(
     live = (group[:, None] < GROUPS) & (member[None, :] < SIZE)
     expert = group[:, None] * SIZE + member[None, :]
 
+    # Everything is asked for at once: between a bias loaded later and the logits lies the latency of the L2.
     x = tl.load(row_ptr + expert, mask=live, other=float("-inf"))
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert, mask=live, other=0.0)
+    if num_tokens_ptr is not None:
+        is_real = token < tl.load(num_tokens_ptr)
     if SOFTMAX:
         top = tl.max(x)
         scores = _exp(x - top, EXACT_EXP)
@@ -173,8 +188,8 @@ def _route_kernel(
         scores = tl.div_rn(scores, total)
     else:
         scores = tl.div_rn(1.0, 1.0 + _exp(-x, EXACT_EXP))
-    if BIASED:
-        scores += tl.load(bias_ptr + expert, mask=live, other=0.0)
+    if bias_ptr is not None:
+        scores += bias
     keys = tl.where(live, _key(scores), NONE)
 
     if TOPK_GROUP < GROUPS:
@@ -203,5 +218,8 @@ def _route_kernel(
         weights = tl.div_rn(1.0, 1.0 + _exp(-x, EXACT_EXP))
     if RENORMALIZE:
         weights = tl.div_rn(weights, tl.sum(tl.where(k < TOP_K, weights, 0.0)) + 1e-20)
+    weights *= scale
+    if num_tokens_ptr is not None:
+        ids, weights = tl.where(is_real, ids, -1), tl.where(is_real, weights, 0.0)
     tl.store(ids_ptr + token * TOP_K + k, ids, mask=k < TOP_K)
-    tl.store(weights_ptr + token * TOP_K + k, weights * scale, mask=k < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + k, weights, mask=k < TOP_K)
