@@ -24,10 +24,13 @@ come by TMA; rows by masked copies, so rows beyond a count are never read.
 from __future__ import annotations
 
 from moelab.ops.block_gemm import prefetch_l2
-from moelab.ops.jit import jit, tl
+from moelab.ops.jit import jit, tl, triton
+
+# Sizes whose value or divisibility would only make for more variants to compile.
+_SIZES = ("scales_stack", "scales_column", "num_experts", "room")
 
 
-@jit
+@(jit if triton is None else triton.jit(do_not_specialize=_SIZES))
 def grouped_kernel(
     x, x_scales, w, weight, weight_scales, counts, out, partials, arrived,
     scales_stack, scales_row, scales_column, num_experts, room,
@@ -160,7 +163,7 @@ def _step(weight, w_row, x_rows, s_rows, w_scales, valid, k, scales_column, K: t
     return tl.dot(w, tl.trans(rows)) * scale[None, :]
 
 
-@jit
+@(jit if triton is None else triton.jit(do_not_specialize=("num_experts", "room")))
 def counts_kernel(
     counts, out, num_experts, room, EXPERTS: tl.constexpr, CLAMP: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
