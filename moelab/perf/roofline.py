@@ -20,13 +20,14 @@ and outputs are BF16. For long caches F / D ≈ 1.9·q·h: drafts and heads rais
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moelab.config import ConfigError, ModelConfig, ParallelConfig
 from moelab.hardware import GPU
 from moelab.perf.experts import active_experts, total_tokens
 from moelab.results import Record, Store
+from moelab.results.record import Scalar
 
 BF16_BYTES = 2
 # Of a cached row, as `moelab.ops.mla_cache` has it: FP8 keeps 4 scales of float32 and the rotary part in BF16.
@@ -151,6 +152,20 @@ def point(work: Work, record: Record) -> Point:
     if record.unit != "us":
         raise ConfigError(f"a record of {record.metric} is in {record.unit!r}: a roofline takes times in 'us'")
     return Point(work.intensity, *(work.tflops(us) for us in (record.p50, record.p80, record.p20)))
+
+
+def series(records: Iterable[Record], axis: str, metric: str, backend: str, **params: Scalar) -> dict[Scalar, Record]:
+    """{value of the parameter `axis`: Record}, rising, of those that match; {} where there are none. Raises ConfigError
+    where two share a value, so that `params` has to say more."""
+    found: dict[Scalar, Record] = {}
+    for r in records:
+        if (r.metric, r.backend) != (metric, backend) or not params.items() <= r.params.items() or axis not in r.params:
+            continue
+        if (other := found.get(r.params[axis])) is not None:
+            differ = sorted(k for k in {*r.params, *other.params} if r.params.get(k) != other.params.get(k))
+            raise ConfigError(f"two records of {metric} by {backend} at {axis} {r.params[axis]} differ in {differ}")
+        found[r.params[axis]] = r
+    return dict(sorted(found.items()))
 
 
 def halving_cost(us_by_m: dict[int, float], m: int) -> float:

@@ -7,14 +7,17 @@ and seaborn are imported when something is drawn, not before.
 from __future__ import annotations
 
 from moelab.plots.charts import curves, grouped_lengths, spread, spread_band, stacked
+from moelab.plots.compare import differences, dots, dumbbells, lines, name_ends, winners
 from moelab.plots.deployment import draw_deployment
 from moelab.plots.exchange import draw_barrier, draw_regions, matrix
 from moelab.plots.layer import draw_layer, draw_schedules
+from moelab.plots.roofline import draw_roofs, roofline_curve
 from moelab.plots.style import (
     backend_color,
     category_color,
     ep_color,
     figure,
+    halo,
     label,
     roof,
     show_table,
@@ -26,21 +29,30 @@ __all__ = [
     "backend_color",
     "category_color",
     "curves",
+    "differences",
+    "dots",
     "draw_barrier",
     "draw_deployment",
     "draw_layer",
     "draw_regions",
+    "draw_roofs",
     "draw_schedules",
+    "dumbbells",
     "ep_color",
     "figure",
     "grouped_lengths",
+    "halo",
     "label",
+    "lines",
     "matrix",
+    "name_ends",
     "roof",
+    "roofline_curve",
     "show_table",
     "show_text",
     "spread",
     "spread_band",
     "stacked",
     "verdict_style",
+    "winners",
 ]

@@ -29,6 +29,10 @@ _BACKENDS = {
     "triton": "#ca9161",
     "deep_gemm": "#029e73",
     "flashinfer": "#cc78bc",
+    "moelab": "#0173b2",
+    "cublas": "#de8f05",
+    "torch.compile": "#949494",
+    "triton-padded": "#d55e00",
 }
 _CATEGORIES = dict(
     zip(
@@ -146,6 +150,13 @@ def box(
             linestyle="--" if dashed else "-", zorder=z,
         )
     )  # fmt: skip
+
+
+def halo(text) -> None:
+    """White around a text that stands on lines."""
+    from matplotlib import patheffects
+
+    text.set_path_effects([patheffects.withStroke(linewidth=3, foreground="white")])
 
 
 def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str = SOFT, bend: float = 0) -> None:

@@ -111,6 +111,16 @@ def test_a_point_keeps_its_spread():
         roofline.point(work, record("copy", [1.0], "GB/s"))
 
 
+def test_series_are_unambiguous():
+    records = [record("linear", [float(m)], m=m, n=n, k=7) for m in (64, 2, 8) for n in (5, 6)]
+    found = roofline.series(records, "m", "linear", "reference", n=5)
+    assert list(found) == [2, 8, 64] and [r.p50 for r in found.values()] == [2.0, 8.0, 64.0]
+    assert roofline.series(records, "m", "linear", "triton", n=5) == {}
+    assert roofline.series(records, "batch", "linear", "reference", n=5) == {}
+    with pytest.raises(ConfigError, match=r"at m 64 differ in \['n'\]"):
+        roofline.series(records, "m", "linear", "reference", k=7)
+
+
 def test_halving():
     assert roofline.halving_cost({64: 14.3, 128: 37.4, 256: 20.3}, 256) == pytest.approx(54.5)
     with pytest.raises(ConfigError, match=r"timed are \[64, 128\]"):

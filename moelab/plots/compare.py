@@ -1,0 +1,134 @@
+"""Charts that set numbers beside each other: dots in rows, dumbbells, differences with their error, who wins where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moelab.plots.style import INK, LINE, SOFT, halo
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from moelab.results import Record
+
+
+def lines(ax: Axes, curves: Mapping[str, tuple[Mapping[float, Record | float], object]], scale: float = 1.0,
+          log: bool = True, named: bool = True) -> None:  # fmt: skip
+    """{name: ({x: Record or number}, colour)} on logarithmic axes (`log` False: y linear from 0): medians of Records
+    with bars from p20 to p80, each curve named at its right end if `named`."""
+    ax.set_xscale("log", base=2)
+    places = sorted({x for found, _ in curves.values() for x in found})
+    for name, (found, color) in curves.items():
+        x = np.array(list(found), dtype=float)
+        middle, low, high = (
+            np.array([getattr(v, f, v) for v in found.values()]) * scale for f in ("p50", "p20", "p80")
+        )
+        ax.errorbar(x, middle, yerr=[middle - low, high - middle], color=color, marker="o", markersize=4.5, label=name,
+                    linewidth=1.8, elinewidth=1.4, capsize=2.5, zorder=3)  # fmt: skip
+    if log:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:,g}")
+    else:
+        ax.set_ylim(bottom=0)
+    ax.set_xticks(places, [f"{p:,g}" for p in places], rotation=90 if len(places) > 12 else 0)
+    ax.minorticks_off()
+    if named:
+        ends = [(max(found), getattr(found[max(found)], "p50", found[max(found)]) * scale, name, color)
+                for name, (found, color) in curves.items() if found]  # fmt: skip
+        name_ends(ax, ends)
+
+
+def name_ends(ax: Axes, ends: Sequence[tuple[float, float, str, object]], fontsize: float = 9) -> None:
+    """(x, y, text, colour): text to the right of each end of a curve, moved up where two would overlap. Call it when
+    limits and scales are final."""
+    from matplotlib.transforms import offset_copy
+
+    figure = ax.figure
+    figure.draw_without_rendering()
+    step, lowest = fontsize * 1.3 / 72 * figure.dpi, -np.inf
+    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
+        _, up = ax.transData.transform((x, y))
+        at = max(up, lowest + step)
+        lowest = at
+        where = offset_copy(ax.transData, figure, x=8, y=(at - up) * 72 / figure.dpi, units="points")
+        halo(ax.text(x, y, text, transform=where, va="center", fontsize=fontsize, color=color, zorder=6))
+
+
+def dots(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, object]) -> None:
+    """{row: {series: value}} as dots on a logarithmic axis, the first row on top; a series' marker and colour are the
+    same in every row. Equal values stand side by side in height."""
+    names = list(rows)
+    shapes = dict(zip(colors, "osD^vPX*", strict=False))
+    lift = dict(zip(colors, np.linspace(-0.24, 0.24, len(colors)), strict=True))
+    for i, name in enumerate(names):
+        ax.axhline(i, color=LINE, linewidth=0.8, zorder=1)
+        for series, value in rows[name].items():
+            ax.plot(value, i + lift[series], marker=shapes[series], color=colors[series], markersize=7, zorder=3,
+                    markeredgecolor="white", markeredgewidth=0.7, linestyle="none",
+                    label=series if series not in ax.get_legend_handles_labels()[1] else None)  # fmt: skip
+    ax.set(xscale="log", yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
+    ax.set_yticklabels(names)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+
+
+def dumbbells(ax: Axes, rows: Mapping[str, tuple[float, float]], colors: Mapping[str, object], ends: tuple[str, str],
+              unit: str) -> None:  # fmt: skip
+    """{row: (from, to)}: a hollow and a full dot joined by a bar, with the difference at its end; `ends` says what the
+    two are. The first row on top."""
+    for i, (name, (start, end)) in enumerate(rows.items()):
+        color = colors[name]
+        ax.plot([start, end], [i, i], color=color, linewidth=3, alpha=0.45, zorder=2, solid_capstyle="butt")
+        ax.plot(start, i, marker="o", markersize=8, markerfacecolor="white", markeredgewidth=1.8, color=color, zorder=3,
+                linestyle="none", label=ends[0] if i == 0 else None)  # fmt: skip
+        ax.plot(end, i, marker="o", markersize=8, color=color, zorder=3, linestyle="none",
+                label=ends[1] if i == 0 else None)  # fmt: skip
+        ax.annotate(f"{end - start:+.1f} {unit}", (max(start, end), i), (9, 0), textcoords="offset points", va="center",
+                    fontsize=9.5, color=INK)  # fmt: skip
+    top = max(max(pair) for pair in rows.values())
+    ax.set(yticks=range(len(rows)), ylim=(len(rows) - 0.5, -0.5), xlim=(0, top * 1.18))
+    ax.set_yticklabels(list(rows))
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="lower right")
+
+
+def differences(ax: Axes, rows: Mapping[str, Sequence[tuple[float, float]]], kinds: Mapping[str, object]) -> None:
+    """{row: [(mean, standard error) of each of `kinds`]}: means with bars of two standard errors around the line of no
+    difference, in the kinds' colours; the first row on top."""
+    names = list(rows)
+    ax.axvline(0, color=INK, linestyle="--", linewidth=1.3, zorder=1)
+    for j, (kind, color) in enumerate(kinds.items()):
+        lift = 0.3 * (j - (len(kinds) - 1) / 2)
+        found = [(i, rows[name][j]) for i, name in enumerate(names) if rows[name][j] is not None]
+        at, mean, error = ([i + lift for i, _ in found], [m for _, (m, _) in found], [2 * e for _, (_, e) in found])
+        ax.errorbar(mean, at, xerr=error, color=color, marker="o", markersize=6, linestyle="none", elinewidth=1.8,
+                    capsize=4, label=kind, zorder=3)  # fmt: skip
+    ax.set(yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
+    ax.set_yticklabels(names)
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="lower right")
+
+
+def winners(ax: Axes, ratios: np.ndarray, rows: Sequence[str], columns: Sequence[str], names: tuple[str, str],
+            colors: tuple[str, str]) -> None:  # fmt: skip
+    """time of names[0] / time of names[1] for each cell, in the colour of the faster, the stronger the farther from 1,
+    with the factor by which it is faster; NaN stays blank."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+    from matplotlib.patches import Patch
+
+    pale = [tuple(0.75 * c + 0.25 for c in to_rgb(color)) for color in colors]
+    shades = LinearSegmentedColormap.from_list("winners", [pale[0], "white", pale[1]])
+    ax.imshow(np.clip(np.log2(ratios), -1, 1), cmap=shades, vmin=-1, vmax=1, aspect="auto")
+    for i, j in np.ndindex(*ratios.shape):
+        if ratios[i, j] == ratios[i, j]:
+            faster = max(ratios[i, j], 1 / ratios[i, j])
+            ax.text(j, i, f"{faster:.2f}", ha="center", va="center", fontsize=8.5, color=INK if faster > 1.03 else SOFT)
+    ax.set_xticks(range(len(columns)), columns)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.grid(False)
+    squares = [Patch(facecolor=p, edgecolor=LINE, label=f"{n} is faster, by") for n, p in zip(names, pale, strict=True)]
+    ax.legend(handles=squares, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.3)
