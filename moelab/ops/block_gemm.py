@@ -57,6 +57,25 @@ def parse(text: str) -> Config:
     return Config(int(block_n), int(block_m), int(split), int(warps[1:]), int(stages[1:]))
 
 
+def sweep(rows: int, columns: int, depth: int) -> list[Config]:
+    """The configs worth timing for [rows, depth] · [columns, depth]ᵀ: tiles of as many tokens as there are or the next
+    larger ones, K cut so that there are about 1, 2, 3 or 4 programs for each of an H200's 132 multiprocessors."""
+    blocks = num_blocks(depth)
+    if rows <= 64:
+        block_m = max(16, 1 << (rows - 1).bit_length())
+        tiles = [(64, block_m, 4), (128, block_m, 8 if block_m == 64 else 4)]
+    elif rows <= 256:
+        tiles = [(64, 128, 4), (128, 128, 8), (64, 64, 4), (128, 64, 8)]
+    else:
+        tiles = [(128, 128, 8), (64, 128, 4)]
+    found = []
+    for block_n, block_m, warps in tiles:
+        programs = -(-columns // block_n) * -(-rows // block_m)
+        splits = sorted({1} | {max(1, min(132 * fill // programs, blocks // 2, 16)) for fill in (1, 2, 3, 4)})
+        found += [Config(block_n, block_m, split, warps, 4) for split in splits]
+    return found
+
+
 def block_gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, out: Tensor, config: Config) -> None:
     """Arguments as `moelab.ops.linear.linear` has checked them, M, N and K above 0; writes `out`."""
     rows, columns = out.shape
