@@ -5,10 +5,13 @@ The peer is the plain-torch reference through torch.compile, where it does the s
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch import Tensor
 
 from moelab.bench.case import OpCase, compiled
+from moelab.ops import activation
 from moelab.ops.activation import silu_mul, silu_mul_quantize
 from moelab.ops.fp8 import num_blocks
 from moelab.ops.layout import empty_scales
@@ -89,8 +92,17 @@ def _masked(populated: int) -> OpCase:
         "experts": EXPERTS, "room": ROOM, "i": INTERMEDIATE, "populated": populated, "layout": "padded",
         "scales": "column_tma",
     }  # fmt: skip
-    run = {"triton": lambda i: silu_mul_quantize(i[0], i[1], "column_tma", out=i[2])}
-    return OpCase("silu_mul", params, make, run, populated * _silu_bytes() + 4 * EXPERTS)
+
+    def run(i: tuple) -> object:
+        return silu_mul_quantize(i[0], i[1], "column_tma", out=i[2])
+
+    def run_padded(i: tuple) -> object:
+        """The same kernel, a program for every row there is room for: those beyond the counts find nothing to do."""
+        with mock.patch.object(activation, "_num_programs", lambda device: EXPERTS * ROOM):
+            return run(i)
+
+    backends = {"triton": run, "triton-padded": run_padded}
+    return OpCase("silu_mul", params, make, backends, populated * _silu_bytes() + 4 * EXPERTS)
 
 
 def _dense(rows: int) -> OpCase:

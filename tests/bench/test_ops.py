@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from moelab import cli
-from moelab.bench import console, ops
+from moelab.bench import console, memory_bound, ops
 from moelab.bench.case import OpCase
 from moelab.bench.ops import OPS, Failure, Line, as_table, cases, time_case
 from moelab.bench.timer import BenchError, Samples, _rounds, num_sets
@@ -120,3 +120,15 @@ def test_a_case_is_timed_on_rotated_inputs():
     assert len(made) == num_sets(case.bytes, gpu) and len(made) * case.bytes > 2 * l2
     assert record.clock == "graph" and record.unit == "us" and record.n >= 15
     assert 0.5 < record.p50 < 100  # 8 MiB at some TB/s
+
+
+def test_the_padded_launch_has_a_program_for_every_row(monkeypatch):
+    """Its peer shares the populated rows among as many programs as fit the GPU; both see the same inputs."""
+    case = next(c for c in OPS["silu_mul"](True) if c.params["layout"] == "padded")
+    seen = []
+    monkeypatch.setattr(
+        memory_bound, "silu_mul_quantize", lambda *a, **k: seen.append(memory_bound.activation._num_programs(None))
+    )
+    before = memory_bound.activation._num_programs
+    case.backends["triton-padded"]((0, 1, 2))
+    assert seen == [case.params["experts"] * case.params["room"]] and memory_bound.activation._num_programs is before
