@@ -8,8 +8,9 @@ F and D follow from what is computed, not from how: every operand is moved once.
     GEMM        [m, k] × [k, n]                F = 2·m·k·n          D = mk + kn + mn
     GroupGEMM   g of them                      F = 2·g·m·k·n        D = g·(mk + kn + mn)
 
-The output is BF16 in truth: `out_itemsize` 2 counts it so. A GroupGEMM whose groups are partly empty does not read
-their weights: `active` of them count. For m ≪ n, k the weights are nearly all of D, so F / D ≈ 2m, whatever the shape.
+The output is BF16 in truth: `out_itemsize` 2 counts it so. The weights of a group without rows are not read, so where
+groups differ it is 2·rows·k·n and rows·k + active·kn + rows·n. For m ≪ n, k the weights are nearly all of D, and
+F / D ≈ 2m, whatever the shape.
 
     MLA decode  B·q·h queries, kv rows each    F = 2·(576 + 512)·B·q·h·kv
                                                D = B·(kv·576·2 + q·h·(576 + 512)·2)
@@ -23,9 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from moelab.config import ConfigError, ModelConfig, ParallelConfig
+from moelab.config import ConfigError, ModelConfig
 from moelab.hardware import GPU
-from moelab.perf.experts import active_experts, total_tokens
 from moelab.results import Record, Store
 from moelab.results.record import Scalar
 
@@ -56,13 +56,9 @@ def gemm(m: float, n: int, k: int, out_itemsize: int = 1) -> Work:
     return Work(2.0 * m * n * k, m * k + n * k + out_itemsize * m * n)
 
 
-def grouped_gemm(
-    groups: int, m: float, n: int, k: int, out_itemsize: int = 1, active: float | None = None
-) -> Work:  # fmt: skip
-    """`groups` matrices, `m` rows in each on average; weights of `active` groups are read (default: of all)."""
-    rows = groups * m
-    read = groups if active is None else active
-    return Work(2.0 * rows * n * k, rows * k + read * n * k + out_itemsize * rows * n)
+def grouped_gemm(groups: float, rows: float, n: int, k: int, out_itemsize: int = 1) -> Work:
+    """`rows` over all `groups` matrices together; groups without rows are none."""
+    return Work(2.0 * rows * n * k, rows * k + groups * n * k + out_itemsize * rows * n)
 
 
 def mla(batch: int, q_len: int, kv_len: int, heads: int, kv: str = "bf16") -> Work:
@@ -90,16 +86,17 @@ def expert_gemms(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return {"gate_up": (2 * width, hidden), "down": (hidden, width)}
 
 
-def expert_work(
-    model: ModelConfig, parallel: ParallelConfig, batch: int, q_len: int, which: str, out_itemsize: int = 1
-) -> Work:  # fmt: skip
-    """A GPU's grouped GEMM `which` ("gate_up", "down") in one layer, experts chosen evenly: m = B·q·k·DP/E rows in each
-    of E/EP groups, of which act_e are awake (`moelab.perf.experts`)."""
-    tokens = total_tokens(batch, q_len, parallel)
-    groups = model.n_routed_experts // parallel.ep
-    mean = tokens * model.num_experts_per_tok / model.n_routed_experts
-    awake = float(active_experts(tokens, model, parallel))
-    return grouped_gemm(groups, mean, *expert_gemms(model)[which], out_itemsize, awake)
+def work_of(record: Record, out_itemsize: int = 1) -> Work:
+    """Of what a Record of `moelab bench ops` timed: metric "linear", "grouped_gemm" or "mla". Raises ConfigError for
+    another."""
+    p = record.params
+    if record.metric == "linear":
+        return gemm(p["m"], p["n"], p["k"], out_itemsize)
+    if record.metric == "grouped_gemm":
+        return grouped_gemm(p["active"], p["rows"], p["n"], p["k"], out_itemsize)
+    if record.metric == "mla":
+        return mla(p["batch"], p["q_len"], p["kv_len"], p["heads"], p["kv"])
+    raise ConfigError(f"no FLOP and bytes are known for {record.metric!r}: linear, grouped_gemm and mla have them")
 
 
 @dataclass(frozen=True)
@@ -147,10 +144,9 @@ class Point:
     high: float
 
 
-def point(work: Work, record: Record) -> Point:
-    """Where a timing Record of `work` stands. Raises ConfigError for one that is not in us."""
-    if record.unit != "us":
-        raise ConfigError(f"a record of {record.metric} is in {record.unit!r}: a roofline takes times in 'us'")
+def point(record: Record, out_itemsize: int = 1) -> Point:
+    """Where a timing Record stands. Raises ConfigError for one that `work_of` does not know."""
+    work = work_of(record, out_itemsize)
     return Point(work.intensity, *(work.tflops(us) for us in (record.p50, record.p80, record.p20)))
 
 

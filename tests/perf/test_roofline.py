@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from moelab import hardware
-from moelab.config import ConfigError, ParallelConfig, preset
+from moelab.bench import grouped, linear
+from moelab.config import ConfigError, preset
 from moelab.perf import params, roofline
 from moelab.results import Provenance, Record, Store
 
@@ -32,25 +33,31 @@ def test_gemm_by_hand(rng):
 
 def test_grouped_is_groups_of_gemm(rng):
     g, m, n, k = (int(x) for x in rng.integers(1, 500, 4))
-    one, all_of_them = roofline.gemm(m, n, k, 2), roofline.grouped_gemm(g, m, n, k, 2)
+    one, all_of_them = roofline.gemm(m, n, k, 2), roofline.grouped_gemm(g, g * m, n, k, 2)
     assert (all_of_them.flops, all_of_them.bytes) == (g * one.flops, g * one.bytes)
-    asleep = roofline.grouped_gemm(g, m, n, k, 2, active=g - 1)
-    assert all_of_them.bytes - asleep.bytes == n * k and asleep.flops == all_of_them.flops
+    asleep = roofline.grouped_gemm(g, g * m, n, k, 2).bytes - roofline.grouped_gemm(g - 1, g * m, n, k, 2).bytes
+    assert asleep == n * k
 
 
-@pytest.mark.parametrize(("ep", "mean"), [(8, 64), (16, 128), (32, 256), (64, 512), (128, 1024)])
-def test_rows_per_expert_by_the_studys_formula(ep, mean):
-    work = roofline.expert_work(V3, ParallelConfig(ep), 128, 2, "gate_up")
-    groups = 256 // ep
-    assert work.flops == 2 * groups * mean * 4096 * 7168
-    assert work.bytes == pytest.approx(groups * (mean * 7168 + 4096 * 7168 + mean * 4096), rel=1e-6)
+def test_work_of_what_the_bench_timed():
+    found = roofline.work_of(record("linear", [1.0], m=3, n=5, k=7))
+    assert found == roofline.gemm(3, 5, 7)
+    # 3 rows of 8 groups woke 2 experts: 2 of 8 matrices are read.
+    params = {"groups": 8, "m": 0.375, "rows": 3, "active": 2, "n": 5, "k": 7}
+    found = roofline.work_of(record("grouped_gemm", [1.0], **params), out_itemsize=2)
+    assert (found.flops, found.bytes) == (2 * 3 * 35, 3 * 7 + 2 * 35 + 2 * 15)
+    params = {"batch": 3, "q_len": 2, "kv_len": 99, "heads": 16, "kv": "fp8"}
+    assert roofline.work_of(record("mla", [1.0], **params)) == roofline.mla(3, 2, 99, 16, "fp8")
+    with pytest.raises(ConfigError, match="'quantize'"):
+        roofline.work_of(record("quantize", [1.0], m=3))
 
 
-def test_a_small_batch_reads_only_the_experts_it_wakes():
-    work = roofline.expert_work(V3, ParallelConfig(8), 1, 1, "down")  # 8 tokens, at most 64 of 256 experts
-    weights = work.bytes - 8 * (2048 + 7168)
-    assert 7 * 7168 * 2048 < weights < 8 * 7168 * 2048
-    assert work.flops == 2 * 8 * 7168 * 2048
+def test_work_is_the_benchs_but_for_scales():
+    """Where the bench counts bytes it adds scales, 4 bytes for 128 values and for 128 × 128, and counts."""
+    for case in [*linear.linear_cases(True), *grouped.grouped_gemm_cases(True)]:
+        work = roofline.work_of(record(case.op, [1.0], **case.params), out_itemsize=2)
+        assert work.flops == case.flops
+        assert work.bytes < case.bytes < 1.04 * work.bytes
 
 
 def test_mla_by_hand():
@@ -103,12 +110,10 @@ def test_measured_roofs_come_from_records(tmp_path):
 
 def test_a_point_keeps_its_spread():
     work = roofline.gemm(64, 4096, 7168)
-    point = roofline.point(work, record("linear", [10.0, 11.0, 12.0, 20.0, 30.0]))
+    point = roofline.point(record("linear", [10.0, 11.0, 12.0, 20.0, 30.0], m=64, n=4096, k=7168))
     assert point.intensity == work.intensity
     assert point.tflops == pytest.approx(work.flops / 12e6)
     assert point.low < point.tflops < point.high <= work.flops / 10e6
-    with pytest.raises(ConfigError, match="'GB/s'"):
-        roofline.point(work, record("copy", [1.0], "GB/s"))
 
 
 def test_series_are_unambiguous():
