@@ -211,10 +211,21 @@ def bench_ops(
     op: Annotated[
         list[str] | None,
         typer.Option(
-            "--op", metavar="NAME", help="quantize, rms_norm, silu_mul, router, gather, reduce; repeatable. [all]"
+            "--op",
+            metavar="NAME",
+            help="quantize, rms_norm, silu_mul, router, gather, reduce, quantize_weight, bmm, rope_append, linear, "
+            "grouped_gemm, mla; repeatable. [all]",
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few settings of each op.")] = False,
+    write_table: Annotated[
+        bool,
+        typer.Option(
+            "--write-table",
+            help="Time every backend and config instead, and write which is fastest where: the table that linear, "
+            "grouped_gemm_padded and grouped_gemm_contiguous choose by.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     records: Annotated[
         Path, typer.Option("--records", metavar="DIR", help="Folder the records are appended to.")
@@ -224,9 +235,12 @@ def bench_ops(
 
     Replays of a CUDA graph over inputs that are not in the cache; shares are of roofs measured in the same run.
     """
-    from moelab.bench.console import ops
+    from moelab.bench import console
 
-    ops(op or [], quick, as_json, records)
+    if write_table:
+        console.tables(op or [], records)
+    else:
+        console.ops(op or [], quick, as_json, records)
 
 
 @records_app.command("list")

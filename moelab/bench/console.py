@@ -34,3 +34,13 @@ def ops(names: Sequence[str], quick: bool, as_json: bool, records: Path) -> None
         err.print(escape(f"failed: {failure}"), style="red")
     if failures:
         raise BenchError(f"{len(failures)} of {len(results)} timings failed, named above")
+
+
+def tables(names: Sequence[str], records: Path) -> None:
+    """Measure the named tables, all if none is named; prints where each was written. Raises BenchError without a GPU
+    or for an op that has none."""
+    from moelab.bench.choice import TABLES, write_table
+
+    err = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
+    for name in names or TABLES:
+        print(write_table(name, records, lambda line: err.print(escape(line))))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moelab.bench import memory_bound, roofs, routing
+from moelab.bench import absorb, grouped, linear, memory_bound, mla, roofs, routing
 from moelab.bench.case import OpCase
 from moelab.bench.timer import BenchError, graph_samples, num_sets, require_gpu
 from moelab.results import Provenance, Record, Store, collect
@@ -28,6 +28,12 @@ OPS: dict[str, Callable[[bool], list[OpCase]]] = {
     "router": routing.router_cases,
     "gather": routing.gather_cases,
     "reduce": routing.reduce_cases,
+    "quantize_weight": absorb.quantize_weight_cases,
+    "bmm": absorb.bmm_cases,
+    "rope_append": absorb.rope_append_cases,
+    "linear": linear.linear_cases,
+    "grouped_gemm": grouped.grouped_gemm_cases,
+    "mla": mla.mla_cases,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 
@@ -73,6 +74,20 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert end.value.code == 1 and out == "" and list(tmp_path.iterdir()) == []
     assert err.strip().splitlines()[-1].startswith("error: moelab bench ops needs a GPU")
+
+
+def test_the_help_names_every_op():
+    (help_text,) = [option.help for option in inspect.get_annotations(cli.bench_ops, eval_str=True)["op"].__metadata__]
+    assert help_text.partition(";")[0].split(", ") == list(OPS)
+
+
+def test_a_table_needs_a_gpu_too(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "ops", "--op", "linear", "--write-table", "--records", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert end.value.code == 1 and out == "" and list(tmp_path.iterdir()) == []
+    assert err.strip().splitlines()[-1].startswith("error: --write-table needs a GPU")
 
 
 def test_an_unknown_op_is_refused():
