@@ -2,8 +2,15 @@
 
     scale = max(amax, 1e-12) / 448        value8 = e4m3(value / scale)
 
-over blocks of 128 × 128, smaller ones at the edges. A program takes a block, keeps it in registers and divides each
-value, rounded correctly as torch divides. It moves 3 bytes per bfloat16 value.
+over blocks of 128 × 128, smaller ones at the edges. It moves 3 bytes per bfloat16 value.
+
+The quotient is the rounded one, as torch divides, but a division for each value would cost more time than its bytes.
+So bfloat16 takes q = x·r with r = 1/s rounded, and corrects it once: q + (x − q·s)·r. For each of the 128 mantissas of
+x and of the block's maximum this is the rounded quotient, and exponents change nothing: all were tried. For float32
+there are too many to try; it divides.
+
+A program takes one block, and loads it twice: for the maximum, and then, out of the L1, to divide. Kept in registers,
+in float32 as the compiler will have it, a block takes 192 of them a thread, too many for a second program on the SM.
 """
 
 from __future__ import annotations
@@ -38,7 +45,8 @@ def quantize_blocks(weight: Tensor, out: Quantized | None = None) -> Quantized:
     early = launches_early(weight)
     if weight.numel():
         _quantize_blocks_kernel[(scales.numel(),)](
-            weight, values, scales, weight.stride(-2), rows, columns, EARLY=early, launch_pdl=early, num_warps=8,
+            weight, values, scales, weight.stride(-2), rows, columns,
+            DIVIDE=weight.dtype == torch.float32, ROWS=32, EARLY=early, launch_pdl=early, num_warps=8,
         )  # fmt: skip
     return values, scales
 
@@ -57,22 +65,39 @@ def _prepare(weight: Tensor, out: Quantized | None) -> Quantized:
 
 
 @jit
-def _quantize_blocks_kernel(weight, values, scales, stride, num_rows, num_columns, EARLY: tl.constexpr):
-    """A program takes one block; neighbours in the grid stand side by side."""
+def _quantize_blocks_kernel(
+    weight, values, scales, stride, num_rows, num_columns, DIVIDE: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """A program takes one block, ROWS rows at a time; neighbours in the grid stand side by side."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     across, down = tl.cdiv(num_columns, 128), tl.cdiv(num_rows, 128)
     program = tl.program_id(0)
     matrix = (program // across // down).to(tl.int64)
-    row = program // across % down * 128 + tl.arange(0, 128)[:, None]
+    first = program // across % down * 128 + tl.arange(0, ROWS)[:, None]
     column = program % across * 128 + tl.arange(0, 128)[None, :]
-    inside = (row < num_rows) & (column < num_columns)
-    row = matrix * num_rows + row  # over all matrices, which follow one another
-    value = tl.load(weight + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    bits = tl.max(tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
-    amax = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-12)
-    scale = tl.div_rn(amax, 448.0)
+    weight += matrix * num_rows * stride + column  # the matrices of a stack follow one another
+    values += matrix * num_rows * num_columns + column
+    most = tl.zeros((ROWS, 128), tl.int32)
+    for part in tl.static_range(0, 128, ROWS):
+        row = first + part
+        inside = (row < num_rows) & (column < num_columns)
+        value = tl.load(weight + row.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32)
+        # The bits of |x| order like |x|, with infinity above every number and NaN above it.
+        most = tl.maximum(most, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    bits = tl.max(tl.max(most, axis=1), axis=0)
+    scale = tl.div_rn(tl.maximum(bits.to(tl.float32, bitcast=True), 1e-12), 448.0)
     scale = tl.where(bits >= 0x7F800000, float("nan"), scale)
     tl.store(scales + program, scale)
-    tl.store(values + row * num_columns + column, tl.div_rn(value, scale).to(values.dtype.element_ty), mask=inside)
+    inverse = tl.div_rn(1.0, scale)
+    for part in tl.static_range(0, 128, ROWS):
+        row = first + part
+        inside = (row < num_rows) & (column < num_columns)
+        value = tl.load(weight + row.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32)
+        if DIVIDE:
+            quotient = tl.div_rn(value, scale)
+        else:
+            quotient = value * inverse
+            quotient = tl.fma(tl.fma(-quotient, scale, value), inverse, quotient)
+        tl.store(values + row.to(tl.int64) * num_columns, quotient.to(values.dtype.element_ty), mask=inside)
