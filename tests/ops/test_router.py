@@ -49,18 +49,36 @@ def test_ids_and_weights_equal_a_float64_oracle(shift):
     torch.testing.assert_close(weights[same].double(), expected_weights[same], rtol=1e-5, atol=1e-6)
 
 
-def test_adding_a_constant_to_all_biases_changes_nothing():
-    def grid(step):
-        return torch.stack([torch.randperm(256) for _ in range(64)]) * step
+def separated(tokens):
+    """(logits, bias, which tokens are clear): biased scores lie at least 2^-16 apart, so rounding decides nothing, and
+    where group sums tie as well the token is not clear."""
 
-    # Biased scores lie at least 2^-16 apart, so rounding decides nothing; rows whose group sums tie are left out.
+    def grid(step):
+        return torch.stack([torch.randperm(256) for _ in range(tokens)]) * step
+
     logits, bias = (grid(1 / 256) + 1 / 512).logit(), grid(1 / 65536)[0]
     sums = (logits.double().sigmoid() + bias).view(-1, 8, 32).topk(2).values.sum(-1).sort(-1).values
-    clear = (sums.diff(dim=-1) > 1e-5).all(-1)
+    return logits, bias, (sums.diff(dim=-1) > 1e-5).all(-1)
+
+
+def test_adding_a_constant_to_all_biases_changes_nothing():
+    """huggingface/transformers#41647: weights were gathered from score + bias."""
+    logits, bias, clear = separated(64)
     assert clear.float().mean() > 0.5
     ids, weights = route(logits, bias, **V3)
     moved_ids, moved_weights = route(logits, bias + 1.0, **V3)
     assert torch.equal(ids[clear], moved_ids[clear]) and torch.equal(weights[clear], moved_weights[clear])
+
+
+def test_the_kernel_weighs_by_scores_alone(device):
+    logits, bias, clear = (t.to(device) for t in separated(few(device)))
+    assert clear.any()
+    ids, weights = route_fused(logits, bias, **V3)
+    chosen = logits.sigmoid().gather(-1, ids)
+    torch.testing.assert_close(weights, chosen / chosen.sum(-1, keepdim=True) * 2.5)
+    for shift in (1.0, -4.0):
+        moved_ids, moved_weights = route_fused(logits, bias + shift, **V3)
+        assert torch.equal(ids[clear], moved_ids[clear]) and torch.equal(weights[clear], moved_weights[clear])
 
 
 def test_weights_come_from_the_scores_without_bias():
@@ -71,6 +89,7 @@ def test_weights_come_from_the_scores_without_bias():
 
 
 def test_no_expert_of_a_dropped_group_is_chosen_when_all_biased_scores_are_negative():
+    """huggingface/transformers#45440, kvcache-ai/ktransformers#1148: dropped groups were masked with 0."""
     logits, bias = torch.randn(200, 256), torch.full((256,), -5.0) + torch.rand(256)
     ids, _ = route(logits, bias, **V3)
     groups = (logits.sigmoid() + bias).view(-1, 8, 32).topk(2).values.sum(-1)
@@ -79,7 +98,7 @@ def test_no_expert_of_a_dropped_group_is_chosen_when_all_biased_scores_are_negat
 
 
 def test_a_bias_in_a_narrow_band_far_from_zero_still_decides():
-    """Biases of 6.82 … 7.06 keep 8 values in bfloat16; in float32 each expert keeps its own."""
+    """sgl-project/sglang#31213: of biases of 6.82 … 7.06 bfloat16 keeps 8 values, float32 all."""
     bias = torch.linspace(6.82, 7.06, 256)[torch.randperm(256)]
     ids, _ = route(torch.zeros(1, 256), bias, top_k=8, n_group=1, topk_group=1)
     assert ids[0].tolist() == bias.argsort(descending=True)[:8].tolist()
