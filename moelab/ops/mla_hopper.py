@@ -123,14 +123,25 @@ def _softmax(s, m, total, tile, kv_len, limit, least, factor, k, p_shared, S: gl
 
 
 @jit
-def _widen(raw, scales, page, k):
-    """A tile of FP8 values times their scales -> bfloat16 in shared memory."""
+def _widen(raw, scales, page):
+    """A tile of FP8 values times their scales, bfloat16 in registers: 128 columns each."""
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
-    row = page.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, SPREAD))
-    for i in gl.static_range(4):
-        scale = gl.load(scales + row * 4 + i)
-        value = raw.slice(i * 128, 128, dim=1).load(SPREAD).to(gl.float32) * scale[:, None]
-        k.slice(i * 128, 128, dim=1).store(value.to(gl.bfloat16))
+    scales += (page.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, SPREAD))) * 4
+    a = raw.slice(0, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales)[:, None]
+    b = raw.slice(128, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales + 1)[:, None]
+    c = raw.slice(256, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales + 2)[:, None]
+    d = raw.slice(384, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales + 3)[:, None]
+    return a.to(gl.bfloat16), b.to(gl.bfloat16), c.to(gl.bfloat16), d.to(gl.bfloat16)
+
+
+@jit
+def _put(k, a, b, c, d):
+    k.slice(0, 128, dim=1).store(a)
+    k.slice(128, 128, dim=1).store(b)
+    k.slice(256, 128, dim=1).store(c)
+    k.slice(384, 128, dim=1).store(d)
+    hopper.fence_async_shared()
+    _barrier()
 
 
 @jit
@@ -189,60 +200,56 @@ def _decode_kernel(
                            k_pes.index(half), first + i < end)  # fmt: skip
                 mbarrier.wait(q_bar, q_phase)
                 q_phase ^= 1
+                half = tick % 2
+                mbarrier.wait(bars.index(half), tick // 2 & 1)
                 if FP8:
-                    for tile in range(first, end):
-                        half = tick % 2
-                        raw = fetched.index(half)
-                        page = gl.load(pages + tile)
-                        page_after = gl.load(pages + gl.minimum(tile + 2, end - 1))
-                        mbarrier.wait(bars.index(half), tick // 2 & 1)
-                        _widen(raw, scales, page, widened)
-                        hopper.fence_async_shared()
-                        _barrier()
-                        pending = _scores(q, q_pe, widened, k_pes.index(half), S)
-                        s = hopper.warpgroup_mma_wait(0, deps=[pending])
-                        m, total, shrink = _softmax(
-                            s, m, total, tile, kv_len, limit, least, factor, widened, p_shared, S
-                        )
-                        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, WIDE))[:, None]
-                        hopper.fence_async_shared()
-                        _barrier()
-                        running = hopper.warpgroup_mma(p_shared, widened, acc, is_async=True)
-                        _fetch(latent_desc, rope_desc, page_after, ROPE_COLUMN, BYTES, bars.index(half), raw,
-                               k_pes.index(half), tile + 2 < end)  # fmt: skip
-                        acc = hopper.warpgroup_mma_wait(0, deps=[running])
-                        _barrier()
-                        tick += 1
+                    k = widened
+                    _put(k, *_widen(fetched.index(half), scales, gl.load(pages + first)))
                 else:
-                    mbarrier.wait(bars.index(tick % 2), tick // 2 & 1)
-                    pending = _scores(q, q_pe, fetched.index(tick % 2), k_pes.index(tick % 2), S)
-                    s = hopper.warpgroup_mma_wait(0, deps=[pending])
-                    for tile in range(first, end - 1):
-                        half = tick % 2
+                    k = fetched.index(half)
+                pending = _scores(q, q_pe, k, k_pes.index(half), S)
+                s = hopper.warpgroup_mma_wait(0, deps=[pending])
+                for tile in range(first, end - 1):
+                    half = tick % 2
+                    tick += 1
+                    other = tick % 2
+                    page_after = gl.load(pages + gl.minimum(tile + 2, end - 1))
+                    if FP8:
+                        k = widened
+                        page_next = gl.load(pages + tile + 1)
+                    else:
                         k = fetched.index(half)
-                        page = gl.load(pages + gl.minimum(tile + 2, end - 1))
-                        m, total, shrink = _softmax(s, m, total, tile, kv_len, limit, least, factor, k, p_shared, S)
-                        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, WIDE))[:, None]
-                        hopper.fence_async_shared()
-                        _barrier()
-                        running = hopper.warpgroup_mma(p_shared, k, acc, is_async=True)
-                        tick += 1
-                        mbarrier.wait(bars.index(tick % 2), tick // 2 & 1)
-                        pending = _scores(q, q_pe, fetched.index(tick % 2), k_pes.index(tick % 2), S)
-                        acc = hopper.warpgroup_mma_wait(2, deps=[running])
-                        _barrier()  # both halves of the columns are through with the tile
-                        _fetch(latent_desc, rope_desc, page, ROPE_COLUMN, BYTES, bars.index(half), k,
-                               k_pes.index(half), tile + 2 < end)  # fmt: skip
-                        s = hopper.warpgroup_mma_wait(0, deps=[pending])
-                    k = fetched.index(tick % 2)
-                    m, total, shrink = _softmax(s, m, total, end - 1, kv_len, limit, least, factor, k, p_shared, S)
+                    m, total, shrink = _softmax(s, m, total, tile, kv_len, limit, least, factor, k, p_shared, S)
                     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, WIDE))[:, None]
                     hopper.fence_async_shared()
                     _barrier()
                     running = hopper.warpgroup_mma(p_shared, k, acc, is_async=True)
-                    tick += 1
-                    acc = hopper.warpgroup_mma_wait(0, deps=[running])
-                    _barrier()
+                    if FP8:
+                        _fetch(latent_desc, rope_desc, page_after, ROPE_COLUMN, BYTES, bars.index(half),
+                               fetched.index(half), k_pes.index(half), tile + 2 < end)  # fmt: skip
+                        mbarrier.wait(bars.index(other), tick // 2 & 1)
+                        a, b, c, d = _widen(fetched.index(other), scales, page_next)
+                        acc = hopper.warpgroup_mma_wait(0, deps=[running])
+                        _barrier()  # both halves of the columns are through with the tile
+                        _put(k, a, b, c, d)
+                        pending = _scores(q, q_pe, k, k_pes.index(other), S)
+                    else:
+                        mbarrier.wait(bars.index(other), tick // 2 & 1)
+                        pending = _scores(q, q_pe, fetched.index(other), k_pes.index(other), S)
+                        acc = hopper.warpgroup_mma_wait(2, deps=[running])
+                        _barrier()  # both halves of the columns are through with the tile
+                        _fetch(latent_desc, rope_desc, page_after, ROPE_COLUMN, BYTES, bars.index(half),
+                               k, k_pes.index(half), tile + 2 < end)  # fmt: skip
+                    s = hopper.warpgroup_mma_wait(0, deps=[pending])
+                k = widened if FP8 else fetched.index(tick % 2)
+                tick += 1
+                m, total, shrink = _softmax(s, m, total, end - 1, kv_len, limit, least, factor, k, p_shared, S)
+                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, WIDE))[:, None]
+                hopper.fence_async_shared()
+                _barrier()
+                running = hopper.warpgroup_mma(p_shared, k, acc, is_async=True)
+                acc = hopper.warpgroup_mma_wait(0, deps=[running])
+                _barrier()
             sums = gl.sum(total, axis=1)
             divisor = gl.where(sums > 0, sums, 1.0)
             acc = acc * gl.convert_layout(1 / divisor, gl.SliceLayout(1, WIDE))[:, None]
