@@ -10,7 +10,8 @@ The values of tile i and the scores of tile i + 1 are queued one behind the othe
 are done, their half of the ring is refilled with tile i + 2 by TMA. Shared memory holds the queries (72 KiB), two tiles
 (144 KiB) and the probabilities (8 KiB): all of it, hence one program a multiprocessor.
 
-The FP8 form is fetched as it is, half of a tile's size, and turned into bfloat16 in shared memory before the products.
+The FP8 form is fetched as it is, half of a tile's size, and turned into bfloat16 in registers while the tensor cores
+are at the tile before, then put into shared memory. The kernel is set up early (`moelab.ops.early_launch`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ try:
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     jit = gluon.jit
 except ImportError:  # no Triton, or one without Gluon
@@ -74,7 +76,7 @@ def launch(
         _tiles(q_latent.flatten(0, 1), LATENT_DIM), _tiles(q_pe.flatten(0, 1), ROPE_DIM),
         _tiles(values.flatten(0, 1), LATENT_DIM), _tiles(rope.flatten(0, 1), ROPE_DIM), scales,
         *outputs, *steps, max_pages, out.stride(0), out.stride(1), factor,
-        FP8=fp8, HEADS=num_heads, ROW_TILES=row_tiles, num_warps=8,
+        FP8=fp8, HEADS=num_heads, ROW_TILES=row_tiles, num_warps=8, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -169,6 +171,8 @@ def _decode_kernel(
     if FP8:
         widened = gl.allocate_shared_memory(gl.bfloat16, [64, 512], SHARED)
 
+    gdc_wait()
+    gdc_launch_dependents()
     row_tile = gl.program_id(0) % ROW_TILES
     group = gl.program_id(0) // ROW_TILES
     row = row_tile * 64 + gl.arange(0, 64, ROW)
