@@ -36,6 +36,8 @@ def quantize_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     padded = pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(-1, (num_blocks(cols), BLOCK)).unflatten(-3, (num_blocks(rows), BLOCK))
     amax = blocks.abs().amax((-3, -1))
-    scale = torch.where(amax.isfinite(), amax.clamp(min=AMAX_FLOOR) / E4M3_MAX, float("nan"))
+    # Divided by a tensor: by a Python number torch multiplies with its reciprocal on a GPU, which rounds otherwise.
+    scale = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, E4M3_MAX)
+    scale = torch.where(amax.isfinite(), scale, float("nan"))
     quantized = (blocks / scale[..., :, None, :, None]).to(torch.float8_e4m3fn)
     return quantized.view(padded.shape)[..., :rows, :cols].contiguous(), scale

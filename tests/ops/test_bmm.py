@@ -32,12 +32,13 @@ def draw_representable(*shape):
 
 
 def assert_product(got, rows, weight, scales):
-    """got = rows · weightᵀ, rows being what the quantisation made of x. Tensor cores keep some 14 bits of a sum of FP8
-    products (arXiv 2412.19437, section 3.3.2); the result is rounded to bfloat16, under the interpreter cut off."""
+    """got = rows · weightᵀ, rows being what the quantisation made of x. Tensor cores keep some 13 bits of the largest of
+    32 FP8 products (arXiv 2412.19437, section 3.3.2), which costs a sum of 128 up to 2⁻¹¹ of the sum of their sizes; a
+    product left out costs 2⁻⁷ of it. The result is rounded to bfloat16, under the interpreter cut off."""
     rows, weight = rows.to(got.device).double(), dequantize_block(weight, scales).double()
     exact = torch.einsum("thk,hnk->thn", rows, weight)
     sizes = torch.einsum("thk,hnk->thn", rows.abs(), weight.abs())
-    tolerance = exact.abs() * (2**-7 if INTERPRETING else 2**-8) + sizes * 2**-13
+    tolerance = exact.abs() * (2**-7 if INTERPRETING else 2**-8) + sizes * 2**-10
     assert ((got.double() - exact).abs() <= tolerance).all()
 
 
@@ -80,11 +81,10 @@ def test_kernel_on_what_fp8_holds(device, shape):
     ("heads", "columns", "depth"), [(128, 512, 128), (128, 128, 512), (16, 512, 128), (16, 128, 512)]
 )
 def test_kernel_on_random_activations(gpu, tokens, heads, columns, depth):
-    sizes = torch.logspace(-3, 3, tokens, device=gpu)[:, None, None]
-    x = (torch.randn(tokens, heads, depth, device=gpu) * sizes).bfloat16()
+    x = (torch.randn(tokens, heads, depth) * torch.logspace(-3, 3, tokens)[:, None, None]).bfloat16()
     weight, scales = (t.to(gpu) for t in draw_weight(heads, columns, depth))
     out = poisoned(tokens, heads, columns, device=gpu)
-    bmm(x, weight, scales, out)
+    bmm(x.to(gpu), weight, scales, out)
     assert_product(out, dequantize_rows(*quantize_reference(x)), weight, scales)
 
 
