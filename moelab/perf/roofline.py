@@ -29,6 +29,7 @@ from moelab.hardware import GPU
 from moelab.results import Record, Store
 from moelab.results.record import Scalar
 
+OPS = ("linear", "grouped_gemm", "mla")  # of `moelab bench ops`
 BF16_BYTES = 2
 # Of a cached row, as `moelab.ops.mla_cache` has it: FP8 keeps 4 scales of float32 and the rotary part in BF16.
 ROW_BYTES = {"bf16": 576 * BF16_BYTES, "fp8": 512 + 4 * 4 + 64 * BF16_BYTES}
@@ -87,8 +88,7 @@ def expert_gemms(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def work_of(record: Record, out_itemsize: int = 1) -> Work:
-    """Of what a Record of `moelab bench ops` timed: metric "linear", "grouped_gemm" or "mla". Raises ConfigError for
-    another."""
+    """Of what a Record of `moelab bench ops` timed. Raises ConfigError for a metric that is not of OPS."""
     p = record.params
     if record.metric == "linear":
         return gemm(p["m"], p["n"], p["k"], out_itemsize)
@@ -96,7 +96,7 @@ def work_of(record: Record, out_itemsize: int = 1) -> Work:
         return grouped_gemm(p["active"], p["rows"], p["n"], p["k"], out_itemsize)
     if record.metric == "mla":
         return mla(p["batch"], p["q_len"], p["kv_len"], p["heads"], p["kv"])
-    raise ConfigError(f"no FLOP and bytes are known for {record.metric!r}: linear, grouped_gemm and mla have them")
+    raise ConfigError(f"no FLOP and bytes are known for {record.metric!r}; legal: {', '.join(OPS)}")
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,11 @@ def point(record: Record, out_itemsize: int = 1) -> Point:
     """Where a timing Record stands. Raises ConfigError for one that `work_of` does not know."""
     work = work_of(record, out_itemsize)
     return Point(work.intensity, *(work.tflops(us) for us in (record.p50, record.p80, record.p20)))
+
+
+def timed(work: Work, us: float) -> Point:
+    """Where work stands that somebody timed without saying how far his samples lie apart."""
+    return Point(work.intensity, *[work.tflops(us)] * 3)
 
 
 def series(records: Iterable[Record], axis: str, metric: str, backend: str, **params: Scalar) -> dict[Scalar, Record]:

@@ -7,11 +7,11 @@ and seaborn are imported when something is drawn, not before.
 from __future__ import annotations
 
 from moelab.plots.charts import curves, grouped_lengths, spread, spread_band, stacked
-from moelab.plots.compare import differences, dots, dumbbells, lines, name_ends, winners
+from moelab.plots.compare import differences, dots, dumbbells, key_panel, lines, name_ends, winners
 from moelab.plots.deployment import draw_deployment
 from moelab.plots.exchange import draw_barrier, draw_regions, matrix
 from moelab.plots.layer import draw_layer, draw_schedules
-from moelab.plots.roofline import draw_roofs, roofline_curve
+from moelab.plots.roofline import draw_roofs, ladders, roofline_curve, roofline_curves
 from moelab.plots.style import (
     backend_color,
     category_color,
@@ -19,7 +19,9 @@ from moelab.plots.style import (
     figure,
     halo,
     label,
+    mark,
     roof,
+    show_missing,
     show_table,
     show_text,
     verdict_style,
@@ -42,12 +44,17 @@ __all__ = [
     "figure",
     "grouped_lengths",
     "halo",
+    "key_panel",
     "label",
+    "ladders",
     "lines",
+    "mark",
     "matrix",
     "name_ends",
     "roof",
     "roofline_curve",
+    "roofline_curves",
+    "show_missing",
     "show_table",
     "show_text",
     "spread",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moelab.plots.style import INK, LINE, SOFT, halo
+from moelab.plots.style import INK, LINE, SOFT, decimal_ticks, halo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,46 +16,70 @@ if TYPE_CHECKING:
     from moelab.results import Record
 
 
-def lines(ax: Axes, curves: Mapping[str, tuple[Mapping[float, Record | float], object]], scale: float = 1.0,
-          log: bool = True, named: bool = True) -> None:  # fmt: skip
-    """{name: ({x: Record or number}, colour)} on logarithmic axes (`log` False: y linear from 0): medians of Records
-    with bars from p20 to p80, each curve named at its right end if `named`."""
+Curves = Mapping[str, tuple[Mapping[float, "Record | float"], object]]
+
+
+def lines(ax: Axes, curves: Curves, hollow: Curves | None = None, log: bool = True, named: bool = True) -> None:
+    """{name: ({x: Record or number}, colour)} over powers of two, y logarithmic or (`log` False) from 0: medians of
+    Records with bars from p20 to p80, each curve named at its right end if `named`. `hollow`: the same, not measured by
+    us: dotted, with hollow dots, named only where no other curve has the name."""
     ax.set_xscale("log", base=2)
-    places = sorted({x for found, _ in curves.values() for x in found})
-    for name, (found, color) in curves.items():
-        x = np.array(list(found), dtype=float)
-        middle, low, high = (
-            np.array([getattr(v, f, v) for v in found.values()]) * scale for f in ("p50", "p20", "p80")
-        )
-        ax.errorbar(x, middle, yerr=[middle - low, high - middle], color=color, marker="o", markersize=4.5, label=name,
-                    linewidth=1.8, elinewidth=1.4, capsize=2.5, zorder=3)  # fmt: skip
+    both = [(name, *curve, "-") for name, curve in curves.items()]
+    both += [("" if name in curves else name, *curve, ":") for name, curve in (hollow or {}).items()]
+    places = sorted({x for _, found, _, _ in both for x in found})
+    for name, found, color, style in both:
+        x, values = np.array(list(found), dtype=float), found.values()
+        middle, low, high = (np.array([getattr(v, f, v) for v in values], dtype=float) for f in ("p50", "p20", "p80"))
+        ax.errorbar(x, middle, yerr=[middle - low, high - middle], color=color, marker="o", markersize=4.5,
+                    label=name or None, linewidth=1.8, elinewidth=1.4, capsize=2.5, linestyle=style, zorder=3,
+                    markerfacecolor="white" if style == ":" else color)  # fmt: skip
     if log:
         ax.set_yscale("log")
-        ax.yaxis.set_major_formatter("{x:,g}")
+        decimal_ticks(ax.yaxis)
     else:
         ax.set_ylim(bottom=0)
-    ax.set_xticks(places, [f"{p:,g}" for p in places], rotation=90 if len(places) > 12 else 0)
-    ax.minorticks_off()
+    ticks = [p for p in places if p == 2 ** round(math.log2(p))]
+    ax.set_xticks(ticks, [f"{p:,g}" for p in ticks])
+    ax.xaxis.minorticks_off()
     if named:
-        ends = [(max(found), getattr(found[max(found)], "p50", found[max(found)]) * scale, name, color)
-                for name, (found, color) in curves.items() if found]  # fmt: skip
-        name_ends(ax, ends)
+        ends = [(max(found), found[max(found)], name, color) for name, found, color, _ in both if found and name]
+        name_ends(ax, [(x, getattr(y, "p50", y), name, color) for x, y, name, color in ends])
 
 
 def name_ends(ax: Axes, ends: Sequence[tuple[float, float, str, object]], fontsize: float = 9) -> None:
-    """(x, y, text, colour): text to the right of each end of a curve, moved up where two would overlap. Call it when
-    limits and scales are final."""
+    """(x, y, text, colour): text to the right of each end of a curve, moved up and down where texts would overlap. Call
+    it when limits and scales are final."""
     from matplotlib.transforms import offset_copy
 
     figure = ax.figure
     figure.draw_without_rendering()
-    step, lowest = fontsize * 1.3 / 72 * figure.dpi, -np.inf
-    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
-        _, up = ax.transData.transform((x, y))
-        at = max(up, lowest + step)
-        lowest = at
-        where = offset_copy(ax.transData, figure, x=8, y=(at - up) * 72 / figure.dpi, units="points")
+    ends = sorted(ends, key=lambda end: end[1])
+    wanted = np.array([ax.transData.transform(end[:2])[1] for end in ends]) * 72 / figure.dpi
+    for (x, y, text, color), offset in zip(ends, apart(wanted, fontsize * 1.3) - wanted, strict=True):
+        where = offset_copy(ax.transData, figure, x=8, y=offset, units="points")
         halo(ax.text(x, y, text, transform=where, va="center", fontsize=fontsize, color=color, zorder=6))
+
+
+def apart(places: np.ndarray, least: float) -> np.ndarray:
+    """Rising places, moved as little as need be so that neighbours are `least` apart: those that would overlap are
+    spread around their middle."""
+    groups = [[place] for place in places]
+    while True:
+        middles = [float(np.mean(group)) for group in groups]
+        for i in range(len(groups) - 1):
+            if middles[i + 1] - middles[i] < least * (len(groups[i]) + len(groups[i + 1])) / 2:
+                groups[i : i + 2] = [groups[i] + groups[i + 1]]
+                break
+        else:
+            steps = [(np.arange(len(group)) - (len(group) - 1) / 2) * least for group in groups]
+            return np.concatenate([m + s for m, s in zip(middles, steps, strict=True)] or [np.array([])])
+
+
+def key_panel(ax: Axes, source: Axes, title: str = "") -> None:
+    """An empty panel of a grid as the legend of another."""
+    ax.axis("off")
+    ax.legend(*source.get_legend_handles_labels(), loc="center left", title=title, title_fontsize=10.5, fontsize=10,
+              alignment="left", labelspacing=0.9)  # fmt: skip
 
 
 def dots(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, object]) -> None:
@@ -76,12 +101,12 @@ def dots(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str,
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
-def dumbbells(ax: Axes, rows: Mapping[str, tuple[float, float]], colors: Mapping[str, object], ends: tuple[str, str],
-              unit: str) -> None:  # fmt: skip
+def dumbbells(
+    ax: Axes, rows: Mapping[str, tuple[float, float]], color: object, ends: tuple[str, str], unit: str
+) -> None:
     """{row: (from, to)}: a hollow and a full dot joined by a bar, with the difference at its end; `ends` says what the
     two are. The first row on top."""
-    for i, (name, (start, end)) in enumerate(rows.items()):
-        color = colors[name]
+    for i, (start, end) in enumerate(rows.values()):
         ax.plot([start, end], [i, i], color=color, linewidth=3, alpha=0.45, zorder=2, solid_capstyle="butt")
         ax.plot(start, i, marker="o", markersize=8, markerfacecolor="white", markeredgewidth=1.8, color=color, zorder=3,
                 linestyle="none", label=ends[0] if i == 0 else None)  # fmt: skip
@@ -96,9 +121,11 @@ def dumbbells(ax: Axes, rows: Mapping[str, tuple[float, float]], colors: Mapping
     ax.legend(loc="lower right")
 
 
-def differences(ax: Axes, rows: Mapping[str, Sequence[tuple[float, float]]], kinds: Mapping[str, object]) -> None:
-    """{row: [(mean, standard error) of each of `kinds`]}: means with bars of two standard errors around the line of no
-    difference, in the kinds' colours; the first row on top."""
+def differences(
+    ax: Axes, rows: Mapping[str, Sequence[tuple[float, float] | None]], kinds: Mapping[str, object]
+) -> None:  # fmt: skip
+    """{row: [(mean, standard error) or None for each of `kinds`]}: means with bars of two standard errors beside the
+    line of no difference, in the kinds' colours; the first row on top."""
     names = list(rows)
     ax.axvline(0, color=INK, linestyle="--", linewidth=1.3, zorder=1)
     for j, (kind, color) in enumerate(kinds.items()):

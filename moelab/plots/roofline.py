@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moelab.plots.style import INK, SOFT, halo
+from moelab.plots.style import INK, SOFT, backend_color, decimal_ticks, halo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,23 +39,49 @@ def draw_roofs(
         ax.add_artist(key)  # stays when another legend comes
         key.set_in_layout(False)
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:,g}")
+        decimal_ticks(axis)
 
 
 def roofline_curve(
-    ax: Axes, points: Sequence[Point], color: object, name: str = "", star: Point | None = None, line: str = "-",
-    marker: str = "o", hollow: bool = False,
+    ax: Axes, points: Sequence[Point], color: object, name: str = "", star: Point | None = None, star_name: str = "",
+    line: str = "-", hollow: bool = False,
 ) -> None:  # fmt: skip
     """Kernels of one kind as dots joined by `line`, each with its spread from p80 to p20; `star`: one of them that
-    stands out, with its name below it; `hollow`: not measured by us."""
+    stands out, with `star_name` below it; `hollow`: not measured by us. `name` is for a legend."""
     x, y, low, high = (np.array([getattr(p, f) for p in points]) for f in ("intensity", "tflops", "low", "high"))
     ax.errorbar(
-        x, y, yerr=[y - low, high - y], color=color, label=name or None, marker=marker, markersize=4.5,
+        x, y, yerr=[y - low, high - y], color=color, label=name or None, marker="o", markersize=4.5,
         markerfacecolor="white" if hollow else color, linewidth=1.6, linestyle=line, elinewidth=1.4, capsize=2.5,
         zorder=3,
     )  # fmt: skip
     if star is not None:
         place = (star.intensity, star.tflops)
         ax.plot(*place, marker="*", markersize=14, color=color, markeredgecolor="white", markeredgewidth=0.8, zorder=5)
-        halo(ax.annotate(name, place, (3, -8), textcoords="offset points", ha="center", va="top", fontsize=8.5,
+        halo(ax.annotate(star_name, place, (3, -8), textcoords="offset points", ha="center", va="top", fontsize=7.5,
                          color=color, weight="bold", zorder=6))  # fmt: skip
+
+
+def roofline_curves(
+    ax: Axes, curves: Mapping[str, Sequence[Point]], published: Mapping[str, tuple[Sequence[Point], str]]
+) -> None:  # fmt: skip
+    """{backend: points} in the backends' colours; `published`, {name: (points, backend)}, as hollow dots."""
+    for backend, points in curves.items():
+        roofline_curve(ax, points, backend_color(backend), backend)
+    for name, (points, backend) in published.items():
+        roofline_curve(ax, points, backend_color(backend), name, line="", hollow=True)
+
+
+def ladders(
+    ax: Axes, rungs: Mapping[str, Mapping[int, Point]], star: int, name: str, legend: bool = False
+) -> None:  # fmt: skip
+    """{backend: {batch: point}} of one intensity, upwards; `name` stands below the lowest. `legend`: with the backends'
+    names."""
+    for backend, at in rungs.items():
+        roofline_curve(ax, list(at.values()), backend_color(backend), backend if legend else "", at.get(star))
+    lowest = min((point for at in rungs.values() for point in at.values()), key=lambda point: point.tflops)
+    ax.annotate(name, (lowest.intensity, lowest.tflops), (0, -8), textcoords="offset points", ha="center", va="top",
+                fontsize=8.5, color=SOFT)  # fmt: skip
+    if legend:
+        handles, names = ax.get_legend_handles_labels()
+        ours = [names.index(backend) for backend in rungs]
+        ax.legend([handles[i] for i in ours], list(rungs), loc="lower right")

@@ -31,6 +31,8 @@ _BACKENDS = {
     "flashinfer": "#cc78bc",
     "moelab": "#0173b2",
     "cublas": "#de8f05",
+    "cublas per tensor": "#de8f05",
+    "two launches": "#d55e00",
     "torch.compile": "#949494",
     "triton-padded": "#d55e00",
 }
@@ -92,13 +94,15 @@ def canvas(width: float, height: float, x: tuple[float, float], y: tuple[float, 
 
 
 def label(ax: Axes, x: str = "", y: str = "", title: str = "") -> None:
-    """Axis labels, "quantity [unit]", and a title. Raises ConfigError for a label without its unit ([1]: none)."""
+    """Axis labels, "quantity [unit]", and a title. An axis that panels share is labelled on the outside of their grid
+    only. Raises ConfigError for a label without its unit ([1]: none)."""
     for text in (x, y):
         if text and not text.endswith("]"):
             raise ConfigError(f"axis label {text!r} has no unit: write 'quantity [unit]'")
-    if x:
+    place = ax.get_subplotspec()
+    if x and (place.is_last_row() or len(ax.get_shared_x_axes().get_siblings(ax)) == 1):
         ax.set_xlabel(x)
-    if y:
+    if y and (place.is_first_col() or len(ax.get_shared_y_axes().get_siblings(ax)) == 1):
         ax.set_ylabel(y)
     if title:
         ax.set_title(title)
@@ -152,6 +156,23 @@ def box(
     )  # fmt: skip
 
 
+def decimal_ticks(axis) -> None:
+    """Numbers on a logarithmic axis: at 1, 2 and 5 of each decade where few decades are shown, else at 1."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def mark(ax: Axes, x: float, y: float, color: object, text: str = "") -> None:
+    """A diamond: a number that somebody published, with a name to its left."""
+    ax.plot(x, y, marker="D", markersize=8, color=color, markeredgecolor="white", zorder=5, linestyle="none")
+    halo(ax.annotate(text, (x, y), (-9, 0), textcoords="offset points", ha="right", va="center", fontsize=9,
+                     color=color, zorder=6))  # fmt: skip
+
+
 def halo(text) -> None:
     """White around a text that stands on lines."""
     from matplotlib import patheffects
@@ -195,6 +216,16 @@ def verdict_style(verdict: str) -> str:
     """CSS of a table's cell that holds a verdict of `moelab.perf.study`."""
     colors = {"holds": "#dff0e4", "depends": "#fbf0d3", "differs": "#f8dcd6", "open": PANEL}
     return f"background-color: {colors[verdict]}; color: {INK}"
+
+
+def show_missing(op: str, gpu: str):
+    """What stands in a figure's place where nothing was recorded of `op` on `gpu`."""
+    from IPython.display import Markdown
+
+    return Markdown(
+        f"> **Nothing recorded of `{op}` on {gpu}**, so there is no figure here. `moelab bench ops --op {op}` on such "
+        "a GPU writes the records to `./records`; run where they are, this notebook draws them."
+    )
 
 
 def show_text(title: str, prompt: str, continuation: str):

@@ -114,6 +114,7 @@ def test_a_point_keeps_its_spread():
     assert point.intensity == work.intensity
     assert point.tflops == pytest.approx(work.flops / 12e6)
     assert point.low < point.tflops < point.high <= work.flops / 10e6
+    assert roofline.timed(work, 12.0) == roofline.Point(point.intensity, *[point.tflops] * 3)
 
 
 def test_series_are_unambiguous():
