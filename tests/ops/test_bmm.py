@@ -32,9 +32,9 @@ def draw_representable(*shape):
 
 
 def assert_product(got, rows, weight, scales):
-    """got = rows · weightᵀ, rows being what the quantisation made of x. Tensor cores keep some 13 bits of the largest of
-    32 FP8 products (arXiv 2412.19437, section 3.3.2), which costs a sum of 128 up to 2⁻¹¹ of the sum of their sizes; a
-    product left out costs 2⁻⁷ of it. The result is rounded to bfloat16, under the interpreter cut off."""
+    """got = rows · weightᵀ, rows being what the quantisation made of x. Tensor cores keep some 13 bits of the largest
+    of 32 FP8 products (arXiv 2412.19437, section 3.3.2), which costs a sum of 128 up to 2⁻¹¹ of the sum of their sizes;
+    a product left out costs 2⁻⁷ of it. The result is rounded to bfloat16, under the interpreter cut off."""
     rows, weight = rows.to(got.device).double(), dequantize_block(weight, scales).double()
     exact = torch.einsum("thk,hnk->thn", rows, weight)
     sizes = torch.einsum("thk,hnk->thn", rows.abs(), weight.abs())
