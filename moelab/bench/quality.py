@@ -37,6 +37,8 @@ from moelab.results import Provenance, Record
 BENCH = "quantization"
 METRICS = ("heldout_bits_per_byte", "bits_per_byte_lost", "bits_per_byte_lost_standard_error")
 
+STEP = 16  # windows run together: what "per tensor" means for activations
+
 # {stage: (what reads its result, where that stands in the state)}: the inputs of all multiplications but the shared
 # expert's second. Experts read what the router reads too, in float32, so it is touched only after the router.
 INPUTS = {
@@ -49,12 +51,25 @@ DENSE_INPUTS = INPUTS | {"post_norm": ("dense gate_up", "x")}
 
 @dataclass(frozen=True)
 class Variant:
-    """Names of schemes; None leaves a part as it is: weights as the checkpoint holds them, the rest in float32."""
+    """Names of schemes; None leaves a part as it is: weights as the checkpoint holds them (tinyseek's: block FP8), the
+    rest in float32."""
 
     name: str
     weights: str | None = None
     activations: str | None = None
     latent: str | None = None  # of the cache's rows, the rotary part left out
+
+
+VARIANTS = (
+    Variant("as shipped"),
+    Variant("BF16", "BF16", "BF16"),
+    Variant("1×128", None, "1×128"),
+    Variant("1×128, also the latent cache", None, "1×128", "1×128"),
+    Variant("1×128, scales 2ⁿ", "128×128, 2ⁿ", "1×128, 2ⁿ"),
+    Variant("per row", "per row", "per row"),
+    Variant("per tensor", "per tensor", "per tensor"),
+    Variant("INT8 per tensor", "INT8 per tensor", "INT8 per tensor"),
+)
 
 
 @dataclass(frozen=True)
@@ -96,18 +111,21 @@ def score(folder: str | Path, windows: list[list[int]], variant: Variant, scored
     length = _length(windows)
     if not 0 < scored < length:
         raise MoelabError(f"scored is {scored}: legal are 1…{length - 1} for windows of {length} tokens")
-    model = DeepSeek.load(folder, ParallelConfig(), max_tokens=len(windows) * length)
+    model = DeepSeek.load(folder, ParallelConfig(), max_tokens=min(len(windows), STEP) * length)
     if variant.weights:
         _quantize_weights(model, variant.weights)
     if variant.activations:
         for layer in (layer for layer in model.moe_layers if layer.feed_forward.shared_mlp):
             layer.feed_forward.shared_mlp = _SharedMLP(layer.feed_forward.shared_mlp, variant.activations)
-    state = _forward(model, windows, lambda layer, stage, state: _quantize(layer, stage, state, variant))
-    logits = model.logits(model.finish(state)).unflatten(0, (len(windows), length))[:, -scored - 1 : -1]
-    targets = torch.tensor(windows)[:, -scored:]
-    nats = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").double()
+    nats = []
+    for start in range(0, len(windows), STEP):
+        part = windows[start : start + STEP]
+        state = _forward(model, part, lambda layer, stage, state: _quantize(layer, stage, state, variant))
+        logits = model.logits(model.finish(state)).unflatten(0, (len(part), length))[:, -scored - 1 : -1]
+        targets = torch.tensor(part)[:, -scored:]
+        nats.append(cross_entropy(logits.transpose(1, 2), targets, reduction="none").double())
     model.close()
-    return Scored(variant, nats.view(len(windows), scored) / math.log(2))
+    return Scored(variant, torch.cat(nats) / math.log(2))
 
 
 @torch.no_grad()

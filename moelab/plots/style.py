@@ -36,6 +36,16 @@ _BACKENDS = {
     "torch.compile": "#949494",
     "triton-padded": "#d55e00",
 }
+_SCHEMES = {  # by where their scales stand (`moelab.bench.schemes`)
+    "per tensor": "#d55e00",
+    "per row": "#de8f05",
+    "1×128": "#0173b2",
+    "128×128": "#0173b2",
+    "1×128, 2ⁿ": "#56b4e9",
+    "128×128, 2ⁿ": "#56b4e9",
+    "BF16": "#5b6675",
+    "INT8 per tensor": "#949494",
+}
 _CATEGORIES = dict(
     zip(
         CATEGORIES,
@@ -133,6 +143,11 @@ def backend_color(backend: str) -> str:
     if backend not in _BACKENDS:
         raise ConfigError(f"backend {backend!r} has no colour; those that have: {', '.join(_BACKENDS)}")
     return _BACKENDS[backend]
+
+
+def scheme_color(scheme: str) -> str:
+    """The colour of a scheme of quantisation, the same for activations and weights."""
+    return _SCHEMES[scheme]
 
 
 def category_color(category: str) -> str:

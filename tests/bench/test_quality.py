@@ -43,6 +43,14 @@ def test_untouched_it_is_transformers(oracle, tiny_checkpoint, windows):
     torch.testing.assert_close(found.bits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_steps_do_not_show(tiny_checkpoint, windows, monkeypatch):
+    whole = score(tiny_checkpoint, windows, Variant("rows", "per row", "per row"), SCORED)
+    monkeypatch.setattr(quality, "STEP", 2)
+    torch.testing.assert_close(
+        score(tiny_checkpoint, windows, whole.variant, SCORED).bits, whole.bits, rtol=0, atol=1e-4
+    )
+
+
 def test_what_changes_nothing_changes_nothing(tiny_checkpoint, windows, scheme):
     scheme(lambda x: x.clone())
     plain = score(tiny_checkpoint, windows, Variant("as it is"), SCORED)
