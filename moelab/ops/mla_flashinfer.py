@@ -8,7 +8,9 @@ What that version does, read in its source, and what is made of it here:
   for that copy, else the kernels of this step would read its numbers.
 - Under CUDA graphs its index buffers must be the caller's and the batch fixed: sequences beyond those of a plan are
   given as q_len 0.
-- Its logarithms are of base 2 unless `return_lse_base_on_e` is set. It is, always.
+- Its logarithms are of base 2 unless `return_lse_base_on_e` is set. It is, always. Where there is no key they are
+  −34,656, from the −5·10⁴ it puts for −infinity, and would have weight in a merge with another such: they are made
+  −infinity, by a launch of its own, made only where logarithms are asked for.
 - Rows beyond kv_len are not fetched but filled with zeros.
 - No scales: the FP8 form is refused.
 """
@@ -27,6 +29,7 @@ from moelab.ops.mla_cache import LATENT_DIM, PAGE_SIZE, ROPE_DIM, Fp8Cache, Late
 from moelab.ops.mla_decode import MlaDecode, num_pages
 
 FIX = "on a Hopper GPU with CUDA 13: pip install 'moelab[gpu]', which has it as flashinfer-python"
+NO_KEY = -3e4  # a logarithm from here on down means that there was no key
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer advises, for partial sums
 
 
@@ -102,6 +105,8 @@ class FlashInferDecode(MlaDecode):
             q_latent, q_pe, cache[..., :LATENT_DIM], cache[..., LATENT_DIM:], out=out, lse=lse,
             return_lse=lse is not None, return_lse_base_on_e=True,
         )  # fmt: skip
+        if lse is not None:
+            torch.nn.functional.threshold_(lse, NO_KEY, float("-inf"))
 
     def _padded(self, values: list[int]) -> Tensor:
         return torch.tensor(values + [0] * (self.max_batch - len(values)), dtype=torch.int32)

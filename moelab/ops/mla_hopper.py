@@ -149,7 +149,7 @@ def _put(k, a, b, c, d):
 @jit
 def _decode_kernel(
     q_desc, q_pe_desc, latent_desc, rope_desc, scales, out, lse, partial, partial_lse,
-    group_start, items, q_start, kv_lens, page_table, max_pages, out_token_stride, out_head_stride, factor,
+    group_start, items, page_table, max_pages, out_token_stride, out_head_stride, factor,
     FP8: gl.constexpr, HEADS: gl.constexpr, ROW_TILES: gl.constexpr,
 ):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
@@ -179,14 +179,13 @@ def _decode_kernel(
     q_phase = 0
     tick = 0  # tiles so far: half of the ring and phase of its barrier follow from it
     for item in range(gl.load(group_start + group), gl.load(group_start + group + 1)):
-        sequence = gl.load(items + item * 4)
-        first = gl.load(items + item * 4 + 1)
-        end = gl.load(items + item * 4 + 2)
-        slot = gl.load(items + item * 4 + 3)
-        token = gl.load(q_start + sequence)
-        q_len = gl.load(q_start + sequence + 1) - token
-        kv_len = gl.load(kv_lens + sequence)
-        pages = page_table + sequence * max_pages
+        first = gl.load(items + item * 8)
+        end = gl.load(items + item * 8 + 1)
+        slot = gl.load(items + item * 8 + 2)
+        token = gl.load(items + item * 8 + 3)
+        q_len = gl.load(items + item * 8 + 4)
+        kv_len = gl.load(items + item * 8 + 5)
+        pages = page_table + gl.load(items + item * 8 + 6) * max_pages
         least = kv_len - q_len + 1
         limit = least + row // HEADS
         if row_tile * 64 < q_len * HEADS:

@@ -19,21 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 ITEM_COST = 2  # in tiles
 LEAST_TILES = 1  # of a part of a cut sequence
-ITEM_FIELDS = 4  # sequence, first tile, end tile, slot (−1: not cut)
-MERGE_FIELDS = 3  # sequence, first slot, slots (0: nothing to merge)
+# As they stand in the buffer. A kernel waits for each number that leads to the next, so all of an item are together.
+ITEM_FIELDS = 8  # first tile, end tile, slot (−1: not cut), first token, q_len, kv_len, sequence, 0
+MERGE_FIELDS = 4  # first slot, slots, first token, q_len
 
 
 @dataclass(frozen=True)
 class Split:
-    items: list[tuple[int, int, int, int]]  # ITEM_FIELDS
+    items: list[tuple[int, int, int, int]]  # sequence, first tile, end tile, slot (−1: not cut)
     group_start: list[int]  # [groups + 1], into items
-    merges: list[tuple[int, int, int]]  # MERGE_FIELDS, at most one a group
+    merges: list[tuple[int, int, int]]  # sequence, first slot, slots; at most one a group
 
 
 def split(tiles: Sequence[int], groups: int) -> Split:
@@ -87,9 +89,8 @@ class PlanBuffer:
         self.sizes = {
             "group_start": groups + 1,
             "items": ITEM_FIELDS * (groups + max_batch),
+            "num_merges": 1,
             "merges": MERGE_FIELDS * groups,
-            "q_start": max_batch + 1,
-            "kv_lens": max_batch,
             "page_table": max_batch * max_pages,
         }
         total = sum(self.sizes.values())
@@ -105,12 +106,12 @@ class PlanBuffer:
             self._copied.synchronize()  # else the copy of the plan before might take this one's numbers
         parts = dict(zip(self.sizes, self.host.split(list(self.sizes.values())), strict=True))
         self.host.zero_()
-        put = {
+        token = [0, *accumulate(q_lens)]
+        put: dict[str, list[int]] = {
             "group_start": plan.group_start,
-            "items": [field for item in plan.items for field in item],
-            "merges": [field for merge in plan.merges for field in merge],
-            "q_start": [0, *torch.tensor(q_lens).cumsum(0).tolist()],
-            "kv_lens": list(kv_lens),
+            "items": [n for s, *tiles_slot in plan.items for n in (*tiles_slot, token[s], q_lens[s], kv_lens[s], s, 0)],
+            "num_merges": [len(plan.merges)],
+            "merges": [n for s, *slots in plan.merges for n in (*slots, token[s], q_lens[s])],
         }
         for name, values in put.items():
             parts[name][: len(values)] = torch.tensor(values, dtype=torch.int32)

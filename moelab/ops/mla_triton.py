@@ -25,12 +25,14 @@ from torch import Tensor
 
 from moelab.ops import mla_hopper
 from moelab.ops.early_launch import launches_early
-from moelab.ops.jit import jit, runs_on, tl, triton
+from moelab.ops.jit import jit, runs_on, tl
 from moelab.ops.mla_cache import LATENT_DIM, PAGE_SIZE, Fp8Cache, LatentCache
 from moelab.ops.mla_decode import MlaDecode, ReferenceDecode
 from moelab.ops.mla_plan import PlanBuffer
 
-MERGE_ROWS = 4  # a program of the merge: few, since they are bound by latency
+# Of the merge: rows and parts a program takes at a time, programs a multiprocessor. It is bound by latency: hence few rows
+# (so many programs) and many parts at once.
+MERGE_ROWS, MERGE_PARTS, MERGE_PROGRAMS = 2, 8, 4
 
 
 class TritonDecode(MlaDecode):
@@ -72,7 +74,7 @@ class TritonDecode(MlaDecode):
         factor, slot_rows = self.scale * math.log2(math.e), self.row_tiles * self.row_block
         views, early = self.buffer.views, launches_early(out)
         outputs = (out, lse, self.partial, self.partial_lse)
-        steps = tuple(views[name] for name in ("group_start", "items", "q_start", "kv_lens", "page_table"))
+        steps = tuple(views[name] for name in ("group_start", "items", "page_table"))
         shape = (self.num_heads, self.row_tiles, self.groups * self.row_tiles)
         if self.hopper:
             mla_hopper.launch(q_latent, q_pe, cache, outputs, steps, self.max_pages, factor, *shape)
@@ -85,10 +87,9 @@ class TritonDecode(MlaDecode):
                 FP8=fp8, HEADS=self.num_heads, ROW_TILES=self.row_tiles, ROWS=self.row_block,
                 INTERPRETED=not out.is_cuda, num_warps=8, num_stages=2,
             )  # fmt: skip
-        blocks = triton.cdiv(slot_rows, MERGE_ROWS)
-        _merge_kernel[(self.groups * blocks,)](
-            *outputs, views["merges"], views["q_start"], out.stride(0), out.stride(1), blocks,
-            HEADS=self.num_heads, SLOT_ROWS=slot_rows, ROWS=MERGE_ROWS, EARLY=early, launch_pdl=early, num_warps=4,
+        _merge_kernel[(MERGE_PROGRAMS * _num_programs(self.device),)](
+            *outputs, views["num_merges"], views["merges"], out.stride(0), out.stride(1), HEADS=self.num_heads,
+            SLOT_ROWS=slot_rows, ROWS=MERGE_ROWS, PARTS=MERGE_PARTS, EARLY=early, launch_pdl=early, num_warps=4,
         )  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def _walk(
 @jit
 def _decode_kernel(
     q_latent, q_pe, latent, scales, rope, out, lse, partial, partial_lse,
-    group_start, items, q_start, kv_lens, page_table, max_pages, q_latent_stride, q_pe_stride,
+    group_start, items, page_table, max_pages, q_latent_stride, q_pe_stride,
     latent_stride, rope_stride, out_token_stride, out_head_stride, factor,
     FP8: tl.constexpr, HEADS: tl.constexpr, ROW_TILES: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -139,14 +140,13 @@ def _decode_kernel(
     dot_type: tl.constexpr = tl.float32 if INTERPRETED else tl.bfloat16
     item, last = tl.load(group_start + group), tl.load(group_start + group + 1)
     while item < last:  # `for` over device values fails in the interpreter of Triton 3.6 with NumPy 2.4
-        sequence = tl.load(items + item * 4)
-        tile = tl.load(items + item * 4 + 1)
-        end = tl.load(items + item * 4 + 2)
-        slot = tl.load(items + item * 4 + 3)
-        token = tl.load(q_start + sequence)
-        rows = (tl.load(q_start + sequence + 1) - token) * HEADS
-        kv_len = tl.load(kv_lens + sequence)
-        pages = page_table + sequence * max_pages
+        tile = tl.load(items + item * 8)
+        end = tl.load(items + item * 8 + 1)
+        slot = tl.load(items + item * 8 + 2)
+        token = tl.load(items + item * 8 + 3)
+        rows = tl.load(items + item * 8 + 4) * HEADS
+        kv_len = tl.load(items + item * 8 + 5)
+        pages = page_table + tl.load(items + item * 8 + 6) * max_pages
         there = row < rows
         where = (token * HEADS + row).to(tl.int64)[:, None]
         q = tl.load(q_latent + where * q_latent_stride + column[None, :], mask=there[:, None], other=0.0).to(dot_type)
@@ -185,39 +185,44 @@ def _decode_kernel(
 
 @jit
 def _merge_kernel(
-    out, lse, partial, partial_lse, merges, q_start, out_token_stride, out_head_stride, blocks,
-    HEADS: tl.constexpr, SLOT_ROWS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    out, lse, partial, partial_lse, num_merges, merges, out_token_stride, out_head_stride,
+    HEADS: tl.constexpr, SLOT_ROWS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """ROWS query rows of one cut sequence: the mean of its parts, weighted by exp(lse), in the order of the slots."""
+    """The rows of the cut sequences: the mean of their parts, weighted by exp(lse). A program takes ROWS rows at a time
+    and PARTS parts of them at once, in the order of the slots."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    merge = merges + tl.program_id(0) // blocks * 3
-    sequence = tl.load(merge)
-    first = tl.load(merge + 1)
-    count = tl.load(merge + 2)
-    if count > 0:
-        row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-        token = tl.load(q_start + sequence)
-        there = row < (tl.load(q_start + sequence + 1) - token) * HEADS
-        column = tl.arange(0, 512)
+    blocks: tl.constexpr = SLOT_ROWS // ROWS
+    column = tl.arange(0, 512)
+    unit, units = tl.program_id(0), tl.load(num_merges) * blocks
+    while unit < units:
+        merge = merges + unit // blocks * 4
+        first = tl.load(merge)
+        count = tl.load(merge + 1)
+        token = tl.load(merge + 2)
+        row = unit % blocks * ROWS + tl.arange(0, ROWS)
+        there = row < tl.load(merge + 3) * HEADS
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, 512), tl.float32)
-        slot, end = first.to(tl.int64), first.to(tl.int64) + count
-        while slot < end:
-            where = slot * SLOT_ROWS + row
-            part_lse = tl.load(partial_lse + where, mask=there, other=float("-inf"))
-            value = tl.load(partial + where[:, None] * 512 + column[None, :], mask=there[:, None], other=0.0)
-            new = tl.maximum(m, part_lse)
+        done = 0
+        while done < count:
+            part = done + tl.arange(0, PARTS)
+            wanted = (part < count)[:, None] & there[None, :]
+            where = (first + part).to(tl.int64)[:, None] * SLOT_ROWS + row[None, :]
+            part_lse = tl.load(partial_lse + where, mask=wanted, other=float("-inf"))
+            value = tl.load(partial + where[:, :, None] * 512 + column, mask=wanted[:, :, None], other=0.0)
+            new = tl.maximum(m, tl.max(part_lse, axis=0))
             shift = tl.where(new == float("-inf"), 0.0, new)
-            shrink, weight = tl.exp(m - shift), tl.exp(part_lse - shift)
-            total = total * shrink + weight
-            acc = acc * shrink[:, None] + weight[:, None] * value
+            shrink, weight = tl.exp(m - shift), tl.exp(part_lse - shift[None, :])
+            total = total * shrink + tl.sum(weight, axis=0)
+            acc = acc * shrink[:, None] + tl.sum(value * weight[:, :, None], axis=0)
             m = new
-            slot += 1
+            done += PARTS
         divisor = tl.where(total > 0, total, 1.0)
         acc = acc / divisor[:, None]
         token_head = (token + row // HEADS).to(tl.int64) * out_token_stride + row % HEADS * out_head_stride
         tl.store(out + token_head[:, None] + column[None, :], acc.to(tl.bfloat16), mask=there[:, None])
         tl.store(lse + token * HEADS + row, tl.where(total > 0, m + tl.log(divisor), float("-inf")), mask=there)
+        unit += tl.num_programs(0)

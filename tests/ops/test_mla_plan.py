@@ -64,12 +64,12 @@ def test_a_plan_writes_the_whole_buffer():
         left.append(buffer.device.clone())
     assert torch.equal(*left)
     views = buffer.views
-    assert views["q_start"].tolist() == [0, 2, 3, 0] and views["kv_lens"].tolist() == [300, 70, 0]
     assert torch.equal(views["page_table"].view(3, 6)[:2, :5], table.int())
     plan = split([5, 2], 4)
     assert views["group_start"].tolist() == plan.group_start
-    assert views["items"].view(-1, 4)[: len(plan.items)].tolist() == [list(item) for item in plan.items]
-    merges = views["merges"].view(-1, 3)
-    assert (
-        merges[: len(plan.merges)].tolist() == [list(m) for m in plan.merges] and not merges[len(plan.merges) :].any()
-    )
+    lengths = [(0, 2, 300, 0, 0), (2, 1, 70, 1, 0)]  # first token, q_len, kv_len, sequence
+    items = [[*item[1:], *lengths[item[0]]] for item in plan.items]
+    assert views["items"].view(-1, 8)[: len(items)].tolist() == items
+    assert views["num_merges"].tolist() == [len(plan.merges)]
+    merges = [[*merge[1:], *lengths[merge[0]][:2]] for merge in plan.merges]
+    assert merges and views["merges"].view(-1, 4)[: len(merges)].tolist() == merges
