@@ -158,6 +158,25 @@ def _exp(x, EXACT: tl.constexpr):
 
 
 @jit
+def _sigmoid(x, live, EXACT: tl.constexpr):
+    """As torch computes it, 1 / (1 + exp(−x)), where `live`."""
+    below = 1.0 + _exp(-x, EXACT)
+    if EXACT:
+        # div_rn has a branch for each quotient, so that a thread's eight come one after another. Below 2^125 they need
+        # none: one Newton step makes a reciprocal of one ulp the rounded one. So one branch does for all.
+        if tl.max(tl.where(live, below.to(tl.int32, bitcast=True), 0)) < 0x7E000000:
+            rough = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], dtype=tl.float32, is_pure=True, pack=1
+            )
+            scores = tl.fma(tl.fma(-below, rough, 1.0), rough, rough)
+        else:
+            scores = tl.div_rn(1.0, below)
+        return scores
+    else:
+        return tl.div_rn(1.0, below)
+
+
+@jit
 def _route_kernel(
     logits_ptr, bias_ptr, num_tokens_ptr, ids_ptr, weights_ptr, stride, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr,
@@ -187,7 +206,7 @@ def _route_kernel(
         total = tl.sum(scores)
         scores = tl.div_rn(scores, total)
     else:
-        scores = tl.div_rn(1.0, 1.0 + _exp(-x, EXACT_EXP))
+        scores = _sigmoid(x, live, EXACT_EXP)
     if bias_ptr is not None:
         scores += bias
     keys = tl.where(live, _key(scores), NONE)
