@@ -45,7 +45,7 @@ Pair = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class Config:
     """Tiles of the Triton kernel: BLOCK_N columns × BLOCK_M rows, `stages` of 128 along K in flight in each of
-    `per_sm` programs an SM. A tile is shared by programs that take at least `least` steps of 128; 0: never shared.
+    `per_sm` programs an SM. Programs may share a tile if each takes at least `least` steps; 0: never.
     Before its turn a program asks the L2 for the weights of its first `ahead` steps."""
 
     block_n: int
@@ -218,7 +218,7 @@ def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Confi
     padded, room, steps = values.dim() == 3, values.shape[-2], num_blocks(k)
     programs = _num_programs(values.device, config.per_sm)
     least = min(config.least, steps) or steps
-    size = 0 if least == steps else 2 * programs * config.block_n * config.block_m
+    size = 0 if least == steps else programs * config.block_n * config.block_m
     partials = torch.empty(size, dtype=torch.float32, device=values.device)
     arrived = counters(values.device)
     early = launches_early(values)
