@@ -6,6 +6,9 @@ the tokens' experts are drawn, any 8 of 256 alike and always the same ("drawn"),
 GPU's experts woke. Rows stand in the room of the deployment, DP · 128 requests · q. Bytes and FLOP are those of
 populated rows and of the experts that have some.
 
+The dispatcher's tables (`moelab.ops.choice`) have the same groups and shapes, and equal counts: 1, 2, 4 … rows up to
+those of the largest batch; fewer for the contiguous layout.
+
 "moelab" is the dispatcher, which picks one of the others by a measured table. DeepGEMM is called directly, with counts
 that it can trust, or the expert of each row at hand.
 """
@@ -18,9 +21,10 @@ import math
 import torch
 
 from moelab.bench.case import Inputs, OpCase
+from moelab.bench.point import Candidate, Point
 from moelab.ops import deep_gemm
 from moelab.ops.fp8 import num_blocks
-from moelab.ops.grouped_gemm_fp8 import expert_of_row, grouped_gemm_fp8
+from moelab.ops.grouped_gemm_fp8 import Config, expert_of_row, grouped_gemm_fp8, sweep
 from moelab.ops.layout import empty_scales, segment_starts
 
 EXPERTS, TOP_K, Q_LEN, MAX_BATCH = 256, 8, 2, 128
@@ -68,12 +72,52 @@ def case(name: str, counts: torch.Tensor, mean: float, room: int | None, params:
     backends = {"moelab": through("auto"), "triton": through("triton")}
     if importlib.util.find_spec("deep_gemm"):
         backends["deep_gemm"] = direct
-    moved = rows * (k + 4 * num_blocks(k) + 2 * n) + active * (n * k + 4 * num_blocks(n) * num_blocks(k)) + 4 * groups
     params = params | {
         "projection": name, "groups": groups, "m": int(mean) if mean == int(mean) else mean, "n": n, "k": k,
         "rows": rows, "active": active, "layout": "contiguous" if room is None else "padded",
     }  # fmt: skip
-    return OpCase("grouped_gemm", params, make, backends, moved, 2.0 * rows * n * k, "fp8")
+    return OpCase("grouped_gemm", params, make, backends, _bytes(counts, n, k), 2.0 * rows * n * k, "fp8")
+
+
+def padded_points() -> list[Point]:
+    """Of the table "grouped_gemm_padded"."""
+    return [
+        _point(EXPERTS // ep, 2**i, name, max(128, 2**i))
+        for ep in EPS
+        for name in SHAPES
+        for i in range((MAX_BATCH * Q_LEN * TOP_K * ep // EXPERTS).bit_length())
+    ]
+
+
+def contiguous_points() -> list[Point]:
+    """Of the table "grouped_gemm_contiguous"."""
+    return [
+        _point(EXPERTS // ep, m, name, None)
+        for ep in EPS
+        for name in SHAPES
+        for m in (16, 128, 512, 2048, 8192)
+        if m * EXPERTS // ep <= 1 << 16
+    ]
+
+
+def _point(groups: int, m: int, name: str, room: int | None) -> Point:
+    n, k = SHAPES[name]
+    counts = equal_counts(groups, m)
+
+    def run(backend: str, config: Config | None = None):
+        return lambda i: grouped_gemm_fp8(i["rows"], i["weight"], i["counts"], i["out"], m, backend, config)
+
+    candidates = [Candidate("triton", str(c), f"triton {n} {k} {c}", run("triton", c)) for c in sweep(m)]
+    if deep_gemm.reason() is None:
+        candidates.append(Candidate("deep_gemm", "", f"deep_gemm {groups} {n} {k} {m}", run("deep_gemm")))
+    return Point(groups, n, k, m, candidates, lambda device: draw(counts, n, k, room, device), _bytes(counts, n, k))
+
+
+def _bytes(counts: torch.Tensor, n: int, k: int) -> int:
+    """Populated rows in and out, weights of the experts that have some, counts."""
+    rows, active = int(counts.sum()), int((counts > 0).sum())
+    per_row, per_expert = k + 4 * num_blocks(k) + 2 * n, n * k + 4 * num_blocks(n) * num_blocks(k)
+    return rows * per_row + active * per_expert + 4 * counts.numel()
 
 
 def equal_counts(groups: int, m: int) -> torch.Tensor:

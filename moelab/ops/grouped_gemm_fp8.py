@@ -37,7 +37,7 @@ except ImportError:  # no Triton for this platform
     TensorDescriptor = None
 
 BACKENDS = ("auto", "deep_gemm", "triton")
-MASKED, CONTIGUOUS = "grouped_masked", "grouped_contiguous"  # as the tables of choices call the two layouts
+PADDED, CONTIGUOUS = "grouped_gemm_padded", "grouped_gemm_contiguous"  # tables of choices
 
 Pair = tuple[Tensor, Tensor]
 
@@ -109,6 +109,17 @@ def default_config(expected_m: int) -> Config:
     return Config(128, block_m, 5 if block_m == 16 else 4, 4, 2, 4)
 
 
+def sweep(expected_m: int) -> list[Config]:
+    """What is tried at a point of the measured table."""
+    if expected_m <= 16:
+        return [Config(*c) for c in ((128, 16, 6, 4, 2, 4), (128, 16, 6, 4, 2, 0), (64, 16, 5, 4, 4, 0))]
+    if expected_m <= 32:
+        return [Config(*c) for c in ((128, 32, 5, 4, 2, 4), (128, 32, 5, 4, 2, 0), (64, 32, 4, 4, 4, 4))]
+    if expected_m <= 64:
+        return [Config(*c) for c in ((128, 64, 4, 4, 2, 4), (128, 64, 4, 4, 2, 0), (128, 32, 4, 4, 2, 4))]
+    return [Config(*c) for c in ((64, 128, 4, 4, 2, 4), (128, 64, 4, 4, 2, 4))]
+
+
 def expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
     """Which expert each row of the contiguous layout belongs to, int32 [num_rows]; −1 where there is none. One launch;
     counts int32 [E] on the device. CPU tensors take plain torch."""
@@ -173,11 +184,11 @@ def _choose(
 ) -> tuple[str, Config | None]:
     """The measured choice among what is allowed and possible."""
     experts, n, k = w.shape
-    op = MASKED if values.dim() == 3 else CONTIGUOUS
+    op = PADDED if values.dim() == 3 else CONTIGUOUS
     whole = values.shape[-2] % BLOCK == 0
     if backend == "deep_gemm":
         # A tile that hangs over the end of the room would be written into the next expert's rows.
-        require(whole, f"rows[0]'s {'M' if op == MASKED else 'R'}", values.shape[-2],
+        require(whole, f"rows[0]'s {'M' if op == PADDED else 'R'}", values.shape[-2],
                 "a multiple of 128 with backend 'deep_gemm'")  # fmt: skip
         return "deep_gemm", None
     if not values.is_cuda:

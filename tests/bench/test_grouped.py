@@ -8,6 +8,7 @@ import torch
 from moelab.bench import grouped
 from moelab.bench.grouped import grouped_gemm_cases
 from moelab.config import PRESETS, ParallelConfig
+from moelab.ops.grouped_gemm_fp8 import Config
 from moelab.perf.experts import tokens_per_expert
 from moelab.perf.roofline import expert_gemms, grouped_gemm
 from tests.bench.test_routing import tensors
@@ -25,7 +26,7 @@ def test_the_grid_is_that_of_the_study():
         parallel = ParallelConfig(dp=p["ep"], tp=1)
         assert p["m"] == tokens_per_expert(p["batch"], p["q_len"], DEEPSEEK, parallel)
         assert (p["n"], p["k"]) == expert_gemms(DEEPSEEK)[p["projection"]]
-        work = grouped_gemm(p["groups"], p["rows"] / p["groups"], p["n"], p["k"], 2, p["active"])
+        work = grouped_gemm(p["active"], p["rows"], p["n"], p["k"], out_itemsize=2)
         assert case.flops == work.flops and work.bytes <= case.bytes < work.bytes * 1.04  # scales are ours to add
         assert p["counts"] == ("equal" if p["m"] >= 1 else "drawn")
         if p["m"] >= 1:
@@ -53,6 +54,27 @@ def test_bytes_are_those_of_populated_rows_and_experts_that_have_some(room, monk
     assert case.bytes == 8 * per_row + sum(t.nbytes for t in tensors([weight[:2], scales[:2]])) + 3 * 4
     populated = [out[0, :3], out[2, :5]] if room else [out[:3], out[128:133]]
     assert all(part.isfinite().all() and part.any() for part in populated)
+
+
+def test_the_tables_hold_every_equal_count_of_the_grid():
+    points = {(p.groups, p.n, p.k, p.m) for p in grouped.padded_points()}
+    for case in grouped_gemm_cases(False):
+        p = case.params
+        if p["layout"] == "padded" and p["counts"] == "equal":
+            assert (p["groups"], p["n"], p["k"], p["m"]) in points
+    points = {(p.groups, p.n, p.k, p.m): p for p in grouped.contiguous_points()}
+    for case in grouped_gemm_cases(False):
+        p = case.params
+        if p["layout"] == "contiguous":
+            assert points[p["groups"], p["n"], p["k"], p["m"]].bytes == case.bytes
+
+
+def test_configs_of_the_tables_are_told_apart_by_their_kernels():
+    for point in grouped.padded_points() + grouped.contiguous_points():
+        kernels = [candidate.kernel for candidate in point.candidates]
+        assert len(set(kernels)) == len(kernels) > 0
+        for candidate in point.candidates:
+            assert candidate.backend == "deep_gemm" or str(Config.parse(candidate.config)) == candidate.config
 
 
 def test_deep_gemm_is_timed_where_it_is_installed(monkeypatch):
