@@ -22,6 +22,7 @@ the GPU meet, so it does not matter if the kernel ahead is just writing those we
 from __future__ import annotations
 
 import functools
+import re
 from typing import NamedTuple
 
 import torch
@@ -36,25 +37,26 @@ AHEAD_BYTES = 24 << 20  # weights asked for early: what the L2 of an H200 (60 MB
 
 
 class Config(NamedTuple):
-    """A tile, in how many parts K is cut, warps of a program, and loads in flight. As text: "64x16/4 w4 s6"."""
+    """A tile, in how many parts K is cut, warps of a program, groups of 128 along K in one turn of its loop, and turns
+    in flight. As text: "64x16/4 w4 u2 s3"."""
 
     block_n: int
     block_m: int
     split: int
     warps: int
+    unroll: int
     stages: int
 
     def __str__(self) -> str:
-        return f"{self.block_n}x{self.block_m}/{self.split} w{self.warps} s{self.stages}"
+        return f"{self.block_n}x{self.block_m}/{self.split} w{self.warps} u{self.unroll} s{self.stages}"
 
 
 @functools.cache
 def parse(text: str) -> Config:
-    """The Config that `str` made this text of."""
-    tile, warps, stages = text.split(" ")
-    blocks, split = tile.split("/")
-    block_n, block_m = blocks.split("x")
-    return Config(int(block_n), int(block_m), int(split), int(warps[1:]), int(stages[1:]))
+    """The Config that `str` made this text of. Raises ValueError for any other."""
+    if not (numbers := re.fullmatch(r"(\d+)x(\d+)/(\d+) w(\d+) u(\d+) s(\d+)", text)):
+        raise ValueError(f"{text!r} is no config; one is written like '64x16/4 w4 u2 s3'")
+    return Config(*map(int, numbers.groups()))
 
 
 def sweep(rows: int, columns: int, depth: int) -> list[Config]:
@@ -72,7 +74,7 @@ def sweep(rows: int, columns: int, depth: int) -> list[Config]:
     for block_n, block_m, warps in tiles:
         programs = -(-columns // block_n) * -(-rows // block_m)
         splits = sorted({1} | {max(1, min(132 * fill // programs, blocks // 2, 16)) for fill in (1, 2, 3, 4)})
-        found += [Config(block_n, block_m, split, warps, 4) for split in splits]
+        found += [Config(block_n, block_m, split, warps, 1, 4) for split in splits]
     return found
 
 
@@ -80,46 +82,27 @@ def block_gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tenso
     """Arguments as `moelab.ops.linear.linear` has checked them, M, N and K above 0; writes `out`."""
     rows, columns = out.shape
     depth = x.shape[1]
-    block_n, block_m, split, warps, stages = config
-    tiles_n, tiles_m = triton.cdiv(columns, block_n), triton.cdiv(rows, block_m)
-    tiles = tiles_n * tiles_m
-    split = min(split, num_blocks(depth)) if tiles <= COUNTERS else 1
-    early = launches_early(x)
-    tma = x.is_cuda and _takes_tma(x, x_scales, weight)
+    block_n, block_m, split, warps, unroll, stages = config
+    tiles_m = triton.cdiv(rows, block_m)
+    tiles = triton.cdiv(columns, block_n) * tiles_m
+    blocks = num_blocks(depth)
+    split = min(split, blocks) if tiles <= COUNTERS else 1
     partials = arrived = out  # not touched
     if split > 1:
         partials = torch.empty(tiles * split * block_n * block_m, dtype=torch.float32, device=x.device)
         arrived = counters(x.device)
+    early = launches_early(x)
     ahead = 0
-    if early and weight.stride(0) % 16 == 0 and depth % 16 == 0:
+    if early and weight.data_ptr() % 16 == weight.stride(0) % 16 == depth % 16 == 0:
         ahead = max(BLOCK, AHEAD_BYTES // (columns * split) // BLOCK * BLOCK)
-    x_from, s_from, w_from = x, x_scales, weight
-    if tma:
-        x_from = _descriptor(x, block_m, BLOCK)
-        s_from = _descriptor(x_scales.T, 1, block_m)
-        w_from = _descriptor(weight, block_n, BLOCK)
     gemm_kernel[(tiles * split,)](
-        x_from, s_from, w_from, weight, weight_scales, out, partials, arrived, x.stride(0), *x_scales.stride(),
-        weight.stride(0), weight_scales.stride(0), out.stride(0), rows, columns, depth, tiles_m, ahead,
-        BLOCK_N=block_n, BLOCK_M=block_m, SPLIT=split, STAGES=stages, TMA=tma, EVEN=depth % BLOCK == 0,
+        x, x_scales, weight, weight_scales, out, partials, arrived, x.stride(0), *x_scales.stride(), weight.stride(0),
+        weight_scales.stride(0), out.stride(0), rows, columns, depth, tiles_m, split, ahead,
+        BLOCK_N=block_n, BLOCK_M=block_m, UNROLL=unroll, STAGES=stages, WHOLE=split == 1,
+        EVEN=depth % BLOCK == 0 and blocks % (split * unroll) == 0,
+        AT_ONCE=max(1, min(8, 128 * 32 * warps // (block_n * block_m))),  # 128 registers a thread
         PREFETCH=ahead > 0, EARLY=early, THREADS=32 * warps, CUDA=x.is_cuda, num_warps=warps, launch_pdl=early,
     )  # fmt: skip
-
-
-def _takes_tma(x: Tensor, x_scales: Tensor, weight: Tensor) -> bool:
-    """Whether all three can be copied by TMA: Hopper, starts and strides in multiples of 16 bytes, scales column-major
-    (`column_tma`)."""
-    aligned = all(t.data_ptr() % 16 == 0 for t in (x, x_scales, weight))
-    strided = x.stride(0) % 16 == 0 and weight.stride(0) % 16 == 0
-    columns = x_scales.stride(0) == 1 and x_scales.stride(1) % 4 == 0
-    return launches_early(x) and aligned and strided and columns
-
-
-def _descriptor(tensor: Tensor, rows: int, columns: int):
-    """What TMA wants to know of a matrix, for boxes of [rows, columns]; beyond its edges a box is 0."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])
 
 
 @jit
@@ -132,100 +115,94 @@ def prefetch_l2(address, size):
 
 
 # Sizes whose value or divisibility would only make for more variants to compile.
-_SIZES = ("scales_column", "w_scales_stride", "num_rows", "tiles_m", "ahead")
+_SIZES = ("scales_column", "w_scales_stride", "num_rows", "tiles_m", "split", "ahead")
 
 
 @(jit if triton is None else triton.jit(do_not_specialize=_SIZES))
 def gemm_kernel(
-    x, x_scales, w, weight, weight_scales, out, partials, arrived, x_stride, scales_row, scales_column, w_stride,
-    w_scales_stride, out_stride, num_rows, num_columns, depth, tiles_m, ahead,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    EVEN: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, THREADS: tl.constexpr, CUDA: tl.constexpr,
+    x, x_scales, weight, weight_scales, out, partials, arrived, x_stride, scales_row, scales_column, w_stride,
+    w_scales_stride, out_stride, num_rows, num_columns, depth, tiles_m, split, ahead,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr, AT_ONCE: tl.constexpr, PREFETCH: tl.constexpr, EARLY: tl.constexpr, THREADS: tl.constexpr,
+    CUDA: tl.constexpr,
 ):  # fmt: skip
-    """x, x_scales and w: TMA descriptors with TMA, else pointers. Parts of one tile stand side by side in the grid, and
-    tiles of the same weights."""
-    part = tl.program_id(0) % SPLIT
-    tile = tl.program_id(0) // SPLIT
+    """Parts of one tile stand side by side in the grid, and so do tiles of the same weights."""
+    part = tl.program_id(0) % split
+    tile = tl.program_id(0) // split
     column = tile // tiles_m * BLOCK_N
-    row = tile % tiles_m * BLOCK_M
     blocks = tl.cdiv(depth, 128)
-    first = part * blocks // SPLIT
-    last = (part + 1) * blocks // SPLIT
+    first = part * blocks // split
+    last = (part + 1) * blocks // split
     n = column + tl.arange(0, BLOCK_N)
-    m = row + tl.arange(0, BLOCK_M)
+    m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     if EARLY:
         if PREFETCH:
-            _prefetch_tile(weight, w_stride, column, num_columns, first, last, depth, ahead, row == 0, BLOCK_N, THREADS)
+            wanted = (tile % tiles_m == 0) & (n < num_columns)
+            _prefetch_rows(weight + n.to(tl.int64) * w_stride, first, last, depth, ahead, wanted, BLOCK_N, THREADS)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Rows beyond the edge are read as the last one; they are not stored.
-    x_rows, s_rows, w_rows = x, x_scales, w
-    if not TMA:
-        inside_m = tl.minimum(m, num_rows - 1).to(tl.int64)
-        x_rows = x + inside_m[:, None] * x_stride
-        s_rows = x_scales + inside_m * scales_row
-        w_rows = w + tl.minimum(n, num_columns - 1).to(tl.int64)[:, None] * w_stride
+    row = tl.minimum(m, num_rows - 1).to(tl.int64)
+    inner = tl.arange(0, 128)[None, :]
+    x_rows = x + row[:, None] * x_stride + inner
+    s_rows = x_scales + row * scales_row
+    w_rows = weight + tl.minimum(n, num_columns - 1).to(tl.int64)[:, None] * w_stride + inner
     w_scales = weight_scales + column // 128 * w_scales_stride
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if CUDA:
-        for k in tl.range(first, last, num_stages=STAGES):
-            acc += _group(x_rows, s_rows, w_rows, w_scales, row, column, k, scales_column, depth, BLOCK_M, TMA, EVEN)
+        for k in tl.range(first, last, UNROLL, num_stages=STAGES):
+            for u in tl.static_range(UNROLL):
+                acc += _group(x_rows, s_rows, w_rows, w_scales, k + u, last, scales_column, depth, EVEN)
     else:  # a `for` over device values fails in the interpreter of Triton 3.6 with NumPy 2.4
         k = first
         while k < last:
-            acc += _group(x_rows, s_rows, w_rows, w_scales, row, column, k, scales_column, depth, BLOCK_M, TMA, EVEN)
-            k += 1
+            for u in tl.static_range(UNROLL):
+                acc += _group(x_rows, s_rows, w_rows, w_scales, k + u, last, scales_column, depth, EVEN)
+            k += UNROLL
     target = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]
     inside = (n < num_columns)[:, None] & (m < num_rows)[None, :]
-    if SPLIT == 1:
+    if WHOLE:
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
     else:
         spot = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        sums = partials + tile.to(tl.int64) * (SPLIT * BLOCK_N * BLOCK_M) + spot
+        sums = partials + (tile * split).to(tl.int64) * (BLOCK_N * BLOCK_M) + spot
         tl.store(sums + part * (BLOCK_N * BLOCK_M), acc, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            for p in tl.static_range(SPLIT):
-                total += tl.load(sums + p * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+            p = 0
+            while p < split:
+                for i in tl.static_range(AT_ONCE):  # so many loads are under way at a time
+                    total += tl.load(
+                        sums + (p + i) * (BLOCK_N * BLOCK_M), mask=p + i < split, other=0.0, cache_modifier=".cg"
+                    )
+                p += AT_ONCE
             tl.store(target, total.to(out.dtype.element_ty), mask=inside)
             tl.store(arrived + tile, 0)
 
 
 @jit
-def _prefetch_tile(
-    weight, w_stride, column, num_columns, first, last, depth, ahead, wanted,
-    BLOCK_N: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """The first `ahead` bytes of a part's weight rows, one request a thread."""
+def _prefetch_rows(rows, first, last, depth, ahead, wanted, BLOCK_N: tl.constexpr, THREADS: tl.constexpr):
+    """The first `ahead` bytes of a part of each of the rows [BLOCK_N] that are `wanted`, one request a thread."""
     PIECES: tl.constexpr = THREADS // BLOCK_N if THREADS > BLOCK_N else 1
-    n = column + tl.arange(0, BLOCK_N)
     bytes = tl.minimum(tl.minimum(last * 128, depth) - first * 128, ahead)
     piece = tl.cdiv(bytes, PIECES * 16) * 16
-    start = tl.arange(0, PIECES) * piece
-    size = tl.minimum(bytes - start, piece)[None, :] * ((n < num_columns)[:, None] & wanted).to(tl.int32)
-    address = (weight + n.to(tl.int64)[:, None] * w_stride + first * 128 + start[None, :]).to(tl.int64)
-    prefetch_l2(address, size)
+    start = tl.arange(0, PIECES)[None, :] * piece
+    size = tl.where(wanted[:, None], tl.minimum(bytes - start, piece), 0)
+    prefetch_l2((rows[:, None] + first * 128 + start).to(tl.int64), size)
 
 
 @jit
-def _group(
-    x, x_scales, w, w_scales, row, column, k, scales_column, depth,
-    BLOCK_M: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """What the k-th 128 values of K add to a tile, float32 [BLOCK_N, BLOCK_M]."""
-    if TMA:
-        xs = x.load([row, k * 128])
-        ws = w.load([column, k * 128])
-        scale = tl.reshape(x_scales.load([k, row]), (BLOCK_M,))
+def _group(x_rows, s_rows, w_rows, w_scales, k, last, scales_column, depth, EVEN: tl.constexpr):
+    """What the k-th 128 values of K add to a tile, float32 [BLOCK_N, BLOCK_M]; 0 for a k that is not below `last`."""
+    if EVEN:
+        xs = tl.load(x_rows + k * 128)
+        ws = tl.load(w_rows + k * 128)
+        scale = tl.load(s_rows + k.to(tl.int64) * scales_column) * tl.load(w_scales + k)
     else:
-        at = (k * 128 + tl.arange(0, 128))[None, :]
-        if EVEN:
-            xs = tl.load(x + at)
-            ws = tl.load(w + at)
-        else:
-            xs = tl.load(x + at, mask=at < depth, other=0.0)
-            ws = tl.load(w + at, mask=at < depth, other=0.0)
-        scale = tl.load(x_scales + k * scales_column)
-    scale *= tl.load(w_scales + k)
+        inside = (tl.arange(0, 128) < tl.minimum(depth, last * 128) - k * 128)[None, :]
+        xs = tl.load(x_rows + k * 128, mask=inside, other=0.0)
+        ws = tl.load(w_rows + k * 128, mask=inside, other=0.0)
+        scale = tl.load(s_rows + k.to(tl.int64) * scales_column, mask=k < last, other=0.0)
+        scale *= tl.load(w_scales + k, mask=k < last, other=0.0)
     return tl.dot(ws, tl.trans(xs)) * scale[None, :]

@@ -88,7 +88,7 @@ def default_config(rows: int, columns: int, depth: int) -> Config:
     block_m = min(64, max(16, 1 << (rows - 1).bit_length()))
     tiles = -(-columns // 64) * -(-rows // block_m)
     split = max(1, min(264 // tiles, num_blocks(depth) // 4, 16))
-    return Config(64, block_m, split, 4, 4)
+    return Config(64, block_m, split, 4, 1, 4)
 
 
 def _choose(

@@ -18,7 +18,12 @@ from tests.ops.conftest import INTERPRETING
 
 FORMATS = ("row", "column_tma")
 SHAPES = [(3, 80, 200), (20, 192, 512), (1, 64, 100), (17, 130, 640)]  # tails of every tile and of K
-CONFIGS = [Config(64, 16, 1, 4, 3), Config(64, 16, 3, 4, 4), Config(128, 32, 2, 4, 3), Config(128, 16, 2, 8, 3)]
+CONFIGS = [
+    Config(64, 16, 1, 4, 1, 3),
+    Config(64, 16, 3, 4, 1, 4),
+    Config(128, 32, 2, 4, 2, 3),
+    Config(128, 16, 2, 8, 4, 2),
+]
 
 
 def draw_rows(rows, depth, scale_format, device):
@@ -58,13 +63,13 @@ def poisoned(rows, columns, device):
 
 
 def assert_close(got, x, weight):
-    """Each element to a rounding to bfloat16 and 2^-11 of the sum of the sizes of its terms, which is what the tensor
-    cores' accumulator may lose at most; rows of 64 elements, in the mean, to hardly more than the rounding (0.0017).
-    Interpreted, conversion to bfloat16 cuts off."""
+    """Each element to a rounding to bfloat16 and 2^-9 of the sum of the sizes of its terms: the tensor cores add 32
+    products at a time, cut off some 13 bits below the largest. Rows of 64 elements, in the mean, to hardly more than
+    the rounding (0.0017). Interpreted, conversion to bfloat16 cuts off."""
     want = exact(x, weight)
     size = dequantize_rows(*x).double().abs() @ dequantize_block(*weight).double().abs().T
     error = (got.double() - want).abs()
-    assert (error <= want.abs() * (2**-7 if INTERPRETING else 2**-8.9) + size * 2**-11).all()
+    assert (error <= want.abs() * (2**-7 if INTERPRETING else 2**-8.9) + size * 2**-9).all()
     for start in range(0, want.shape[1] - 63, 64):  # which differ in size
         part = slice(start, start + 64)
         limit = (5e-3 if INTERPRETING else 2.5e-3) * want[:, part].norm(dim=1)
@@ -178,11 +183,11 @@ def test_projections_of_v3(gpu, columns, depth, rows, backend):
 def test_many_programs_of_split_k_give_the_same_bits(gpu, scale_format):
     x, weight = draw_rows(64, 7168, scale_format, gpu), draw_weight(2112, 7168, gpu)
     first = poisoned(64, 2112, gpu)
-    block_gemm(*x, *weight, first, Config(64, 64, 8, 4, 4))
+    block_gemm(*x, *weight, first, Config(64, 64, 8, 4, 1, 4))
     assert_close(first, x, weight)
     for _ in range(50):
         out = poisoned(64, 2112, gpu)
-        block_gemm(*x, *weight, out, Config(64, 64, 8, 4, 4))
+        block_gemm(*x, *weight, out, Config(64, 64, 8, 4, 1, 4))
         assert torch.equal(out, first)
     assert not arrivals._bank(x[0].device)[0].any()
 
@@ -260,7 +265,7 @@ def table(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_the_table_decides(gpu, table):
     x, weight = draw_rows(4, 512, "column_tma", gpu), draw_weight(192, 512, gpu)
-    measured = Choice("deep_gemm", "", 5.0), Choice("triton", "64x16/2 w4 s3", 6.0)
+    measured = Choice("deep_gemm", "", 5.0), Choice("triton", "64x16/2 w4 u1 s3", 6.0)
     calls = table(*(Row(0, 192, 512, 8, one) for one in measured))
     assert (linear(x, weight) == 7).all() and len(calls) == 1
     by_row = (x[0], x[1].contiguous())  # scales that DeepGEMM would transpose first
