@@ -30,8 +30,8 @@ from moelab.ops.mla_cache import LATENT_DIM, PAGE_SIZE, Fp8Cache, LatentCache
 from moelab.ops.mla_decode import MlaDecode, ReferenceDecode
 from moelab.ops.mla_plan import PlanBuffer
 
-# Of the merge: rows and parts a program takes at a time, programs a multiprocessor. It is bound by latency: hence few rows
-# (so many programs) and many parts at once.
+# Of the merge: rows and parts a program takes at a time, programs a multiprocessor. It is bound by latency: hence few
+# rows (so many programs) and many parts at once.
 MERGE_ROWS, MERGE_PARTS, MERGE_PROGRAMS = 2, 8, 4
 
 
