@@ -10,8 +10,8 @@ The values of tile i and the scores of tile i + 1 are queued one behind the othe
 are done, their half of the ring is refilled with tile i + 2 by TMA. Shared memory holds the queries (72 KiB), two tiles
 (144 KiB) and the probabilities (8 KiB): all of it, hence one program a multiprocessor.
 
-The FP8 form is fetched as it is, half of a tile's size, and turned into bfloat16 in registers while the tensor cores
-are at the tile before, then put into shared memory. The kernel is set up early (`moelab.ops.early_launch`).
+Rows in FP8 take the way through registers, loaded two tiles ahead, and are put into the ring as bfloat16 while the
+scores of the next tile are on the tensor cores. The kernel is set up early (`moelab.ops.early_launch`).
 """
 
 from __future__ import annotations
@@ -71,10 +71,14 @@ def launch(
     """outputs: out, lse, partial, partial_lse; steps: the parts of the plan in the kernel's order."""
     out = outputs[0]
     fp8 = isinstance(cache, Fp8Cache)
-    values, scales, rope = (cache.values, cache.scales, cache.rope) if fp8 else (cache, outputs[1], cache)
+    if fp8:
+        values, scales, rope = cache.values, cache.scales, _tiles(cache.rope.flatten(0, 1), ROPE_DIM)
+        latent = rope  # not used
+    else:
+        values, scales, rows = cache, outputs[1], cache.flatten(0, 1)  # the first two not used
+        latent, rope = _tiles(rows, LATENT_DIM), _tiles(rows, ROPE_DIM)
     _decode_kernel[(programs,)](
-        _tiles(q_latent.flatten(0, 1), LATENT_DIM), _tiles(q_pe.flatten(0, 1), ROPE_DIM),
-        _tiles(values.flatten(0, 1), LATENT_DIM), _tiles(rope.flatten(0, 1), ROPE_DIM), scales,
+        _tiles(q_latent.flatten(0, 1), LATENT_DIM), _tiles(q_pe.flatten(0, 1), ROPE_DIM), latent, rope, values, scales,
         *outputs, *steps, max_pages, out.stride(0), out.stride(1), factor,
         FP8=fp8, HEADS=num_heads, ROW_TILES=row_tiles, num_warps=8, launch_pdl=True,
     )  # fmt: skip
@@ -82,15 +86,20 @@ def launch(
 
 def _tiles(matrix: Tensor, width: int) -> Any:
     """Blocks of 64 rows of a matrix, `width` columns of it, to be fetched by TMA; zeros beyond its end."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.element_size(), rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [PAGE_SIZE, width], layout)
 
 
 @jit
-def _fetch(latent_desc, rope_desc, page, ROPE_COLUMN: gl.constexpr, BYTES: gl.constexpr, bar, k, k_pe, wanted):
-    mbarrier.expect(bar, BYTES, pred=wanted)
-    tma.async_copy_global_to_shared(latent_desc, [page * 64, 0], bar, k, pred=wanted)
-    tma.async_copy_global_to_shared(rope_desc, [page * 64, ROPE_COLUMN], bar, k_pe, pred=wanted)
+def _fetch(latent_desc, rope_desc, page, bar, k, k_pe, wanted, FP8: gl.constexpr):
+    """A page by TMA into one half of the ring; of the FP8 form k_pe only."""
+    if FP8:
+        mbarrier.expect(bar, 64 * 128, pred=wanted)
+        tma.async_copy_global_to_shared(rope_desc, [page * 64, 0], bar, k_pe, pred=wanted)
+    else:
+        mbarrier.expect(bar, 64 * 1152, pred=wanted)
+        tma.async_copy_global_to_shared(latent_desc, [page * 64, 0], bar, k, pred=wanted)
+        tma.async_copy_global_to_shared(rope_desc, [page * 64, 512], bar, k_pe, pred=wanted)
 
 
 @jit
@@ -125,30 +134,28 @@ def _softmax(s, m, total, tile, kv_len, limit, least, factor, k, p_shared, S: gl
 
 
 @jit
-def _widen(raw, scales, page):
-    """A tile of FP8 values times their scales, bfloat16 in registers: 128 columns each."""
+def _load_fp8(values, scales, page):
+    """A page of FP8 rows into registers: 128 columns each, and their scales."""
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0])
-    scales += (page.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, SPREAD))) * 4
-    a = raw.slice(0, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales)[:, None]
-    b = raw.slice(128, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales + 1)[:, None]
-    c = raw.slice(256, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales + 2)[:, None]
-    d = raw.slice(384, 128, dim=1).load(SPREAD).to(gl.float32) * gl.load(scales + 3)[:, None]
-    return a.to(gl.bfloat16), b.to(gl.bfloat16), c.to(gl.bfloat16), d.to(gl.bfloat16)
+    row = page.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, SPREAD))
+    where = values + row[:, None] * 512 + gl.arange(0, 128, gl.SliceLayout(0, SPREAD))[None, :]
+    scales += row * 4
+    a, b, c, d = gl.load(where), gl.load(where + 128), gl.load(where + 256), gl.load(where + 384)
+    return a, b, c, d, gl.load(scales), gl.load(scales + 1), gl.load(scales + 2), gl.load(scales + 3)
 
 
 @jit
-def _put(k, a, b, c, d):
-    k.slice(0, 128, dim=1).store(a)
-    k.slice(128, 128, dim=1).store(b)
-    k.slice(256, 128, dim=1).store(c)
-    k.slice(384, 128, dim=1).store(d)
-    hopper.fence_async_shared()
-    _barrier()
+def _put(k, a, b, c, d, scale_a, scale_b, scale_c, scale_d):
+    """What was loaded into one half of the ring, as bfloat16. Before WGMMA reads it come a fence and a barrier."""
+    k.slice(0, 128, dim=1).store((a.to(gl.float32) * scale_a[:, None]).to(gl.bfloat16))
+    k.slice(128, 128, dim=1).store((b.to(gl.float32) * scale_b[:, None]).to(gl.bfloat16))
+    k.slice(256, 128, dim=1).store((c.to(gl.float32) * scale_c[:, None]).to(gl.bfloat16))
+    k.slice(384, 128, dim=1).store((d.to(gl.float32) * scale_d[:, None]).to(gl.bfloat16))
 
 
 @jit
 def _decode_kernel(
-    q_desc, q_pe_desc, latent_desc, rope_desc, scales, out, lse, partial, partial_lse,
+    q_desc, q_pe_desc, latent_desc, rope_desc, values, scales, out, lse, partial, partial_lse,
     group_start, items, page_table, max_pages, out_token_stride, out_head_stride, factor,
     FP8: gl.constexpr, HEADS: gl.constexpr, ROW_TILES: gl.constexpr,
 ):  # fmt: skip
@@ -156,11 +163,9 @@ def _decode_kernel(
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ROPE_COLUMN: gl.constexpr = 0 if FP8 else 512
-    BYTES: gl.constexpr = 64 * (512 + 128) if FP8 else 64 * 1152
     q = gl.allocate_shared_memory(gl.bfloat16, [64, 512], SHARED)
     q_pe = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    fetched = gl.allocate_shared_memory(latent_desc.dtype, [2, 64, 512], latent_desc.layout)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 512], SHARED)
     k_pes = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
     p_shared = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -168,8 +173,6 @@ def _decode_kernel(
     mbarrier.init(q_bar, count=1)
     for i in gl.static_range(2):
         mbarrier.init(bars.index(i), count=1)
-    if FP8:
-        widened = gl.allocate_shared_memory(gl.bfloat16, [64, 512], SHARED)
 
     gdc_wait()
     gdc_launch_dependents()
@@ -199,52 +202,43 @@ def _decode_kernel(
                 for i in gl.static_range(2):
                     half = (tick + i) % 2
                     page = gl.load(pages + gl.minimum(first + i, end - 1))
-                    _fetch(latent_desc, rope_desc, page, ROPE_COLUMN, BYTES, bars.index(half), fetched.index(half),
-                           k_pes.index(half), first + i < end)  # fmt: skip
+                    wanted = first + i < end
+                    _fetch(
+                        latent_desc, rope_desc, page, bars.index(half), ks.index(half), k_pes.index(half), wanted, FP8
+                    )
+                    if FP8:
+                        _put(ks.index(half), *_load_fp8(values, scales, page))
+                if FP8:
+                    hopper.fence_async_shared()
+                    _barrier()
                 mbarrier.wait(q_bar, q_phase)
                 q_phase ^= 1
                 half = tick % 2
                 mbarrier.wait(bars.index(half), tick // 2 & 1)
-                if FP8:
-                    k = widened
-                    _put(k, *_widen(fetched.index(half), scales, gl.load(pages + first)))
-                else:
-                    k = fetched.index(half)
-                pending = _scores(q, q_pe, k, k_pes.index(half), S)
+                pending = _scores(q, q_pe, ks.index(half), k_pes.index(half), S)
                 s = hopper.warpgroup_mma_wait(0, deps=[pending])
                 for tile in range(first, end - 1):
                     half = tick % 2
                     tick += 1
                     other = tick % 2
-                    page_after = gl.load(pages + gl.minimum(tile + 2, end - 1))
+                    k = ks.index(half)
+                    page = gl.load(pages + gl.minimum(tile + 2, end - 1))
                     if FP8:
-                        k = widened
-                        page_next = gl.load(pages + tile + 1)
-                    else:
-                        k = fetched.index(half)
+                        a, b, c, d, scale_a, scale_b, scale_c, scale_d = _load_fp8(values, scales, page)
                     m, total, shrink = _softmax(s, m, total, tile, kv_len, limit, least, factor, k, p_shared, S)
                     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, WIDE))[:, None]
                     hopper.fence_async_shared()
                     _barrier()
                     running = hopper.warpgroup_mma(p_shared, k, acc, is_async=True)
+                    mbarrier.wait(bars.index(other), tick // 2 & 1)
+                    pending = _scores(q, q_pe, ks.index(other), k_pes.index(other), S)
+                    acc = hopper.warpgroup_mma_wait(2, deps=[running])
+                    _barrier()  # both halves of the columns are through with the tile
+                    _fetch(latent_desc, rope_desc, page, bars.index(half), k, k_pes.index(half), tile + 2 < end, FP8)
                     if FP8:
-                        _fetch(latent_desc, rope_desc, page_after, ROPE_COLUMN, BYTES, bars.index(half),
-                               fetched.index(half), k_pes.index(half), tile + 2 < end)  # fmt: skip
-                        mbarrier.wait(bars.index(other), tick // 2 & 1)
-                        a, b, c, d = _widen(fetched.index(other), scales, page_next)
-                        acc = hopper.warpgroup_mma_wait(0, deps=[running])
-                        _barrier()  # both halves of the columns are through with the tile
-                        _put(k, a, b, c, d)
-                        pending = _scores(q, q_pe, k, k_pes.index(other), S)
-                    else:
-                        mbarrier.wait(bars.index(other), tick // 2 & 1)
-                        pending = _scores(q, q_pe, fetched.index(other), k_pes.index(other), S)
-                        acc = hopper.warpgroup_mma_wait(2, deps=[running])
-                        _barrier()  # both halves of the columns are through with the tile
-                        _fetch(latent_desc, rope_desc, page_after, ROPE_COLUMN, BYTES, bars.index(half),
-                               k, k_pes.index(half), tile + 2 < end)  # fmt: skip
+                        _put(k, a, b, c, d, scale_a, scale_b, scale_c, scale_d)
                     s = hopper.warpgroup_mma_wait(0, deps=[pending])
-                k = widened if FP8 else fetched.index(tick % 2)
+                k = ks.index(tick % 2)
                 tick += 1
                 m, total, shrink = _softmax(s, m, total, end - 1, kv_len, limit, least, factor, k, p_shared, S)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, WIDE))[:, None]
