@@ -27,6 +27,29 @@ def seeded(request):
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + SEED)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record", metavar="DIR", help="append how many tests passed, failed and skipped, as Records")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Once per run, also where workers share the tests. What was selected is the setting: paths and marker."""
+    folder = config.getoption("--record")
+    if not folder:
+        return
+    from moelab.results import Record, Store, collect
+
+    where = collect("cuda", torch.cuda.device_count()) if torch.cuda.is_available() else collect("cpu", gpu_count=0)
+    paths = sorted(os.path.relpath(path.partition("::")[0], config.rootpath) for path in config.args)
+    setting = {"paths": " ".join(paths), "marker": config.getoption("-m"), "seed": SEED}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        count = len(terminalreporter.stats.get(outcome, []))
+        record = Record.from_samples(
+            [count], bench="tests", backend="pytest", params=setting, metric=outcome, unit="1", clock="none",
+            provenance=where,
+        )  # fmt: skip
+        Store(folder).append(record)
+
+
 # Dimensions at which transformers and we can be compared in float32; YaRN is active, groups are limited.
 TINY = dict(
     vocab_size=320, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
