@@ -11,9 +11,15 @@ from pathlib import Path
 from moelab.results import Store
 
 ROOT = Path(__file__).resolve().parents[1]
-FAILING = (
-    "import pytest\n\ndef test_fails():\n    assert False\n\ndef test_is_left_out():\n    pytest.skip('as it must')\n"
-)
+OTHER = """
+import pytest
+
+def test_fails():
+    assert False
+
+def test_is_left_out():
+    pytest.skip("as it must")
+"""
 
 
 def test_outcomes_become_records(tmp_path):
