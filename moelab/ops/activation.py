@@ -13,9 +13,8 @@ rows, nothing is read by the host, and a captured graph follows the counts of ea
 
 With few rows what counts is how soon a program knows its first one. In the padded layout it needs no sum for that: the
 first ⌊P/E⌋ rows of every expert are handed out by number, row ⌊p/E⌋ of expert p mod E to program p, which asks only
-whether that expert has so many. The sums above are then those of the rows that are left, and are made while the first
-row is on its way. And a program asks for its next row before it computes one, so that eight programs of an SM keep the
-memory busy.
+whether that expert has so many. The sums above are then those of the rows that are left, and wait until the first row
+is done.
 """
 
 from __future__ import annotations
@@ -121,34 +120,7 @@ def _config(columns: int) -> dict[str, int]:
 
 def _num_programs(device: torch.device) -> int:
     """As many programs of 4 warps as an SM has registers for; a few under the interpreter."""
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 13
-
-
-@jit
-def _ask_l2(address):
-    """Ask for the line at `address` to be in the L2; nothing is read."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@jit
-def _row(item, total, chunks, end, gap, skipped, num_rows, COUNTED: tl.constexpr):
-    """Where the row of `item` stands, chunks items a row; −1 from `total` on, and where there is no such row."""
-    row = item // chunks
-    if COUNTED:
-        row += tl.sum(tl.where(end <= row, gap, 0), axis=0) + skipped
-    return tl.where((item < total) & (row < num_rows), row, -1)
-
-
-@jit
-def _read(gate_up, row, chunk, stride, num_columns, GROUPS: tl.constexpr):
-    """gate and up [1, GROUPS, 128] of a row; zeros of row −1."""
-    group = chunk * GROUPS + tl.arange(0, GROUPS)
-    column = (group[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
-    inside = (column < num_columns) & (row >= 0)
-    source = gate_up + row.to(tl.int64) * stride + column
-    return tl.load(source, mask=inside, other=0.0), tl.load(source + num_columns, mask=inside, other=0.0)
+    return 10 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 13
 
 
 @jit
@@ -159,60 +131,59 @@ def _silu_mul_kernel(
     GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """An item is GROUPS groups of one populated row. `room` is M: rows of an expert if PADDED, else of the buffer."""
-    program, step = tl.program_id(0), tl.num_programs(0)
-    skipped = 0
+    item, step = tl.program_id(0), tl.num_programs(0)
+    row, chunk, handed_out, num_rows = -1, 0, 0, room
     if PADDED:
-        mine = program % num_experts
-        turn = program // num_experts
-        chunk, number = turn % chunks, turn // chunks
-        skipped = step // (num_experts * chunks)  # rows of each expert that are handed out by number
+        mine, turn = item % num_experts, item // num_experts
+        number, chunk = turn // chunks, turn % chunks
+        handed_out = step // (num_experts * chunks)  # rows of each expert, by number
+        num_rows *= num_experts
     if EARLY:
-        if counts is not None:
-            _ask_l2(counts + program % num_experts)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if PADDED:
-        have = tl.minimum(tl.load(counts + mine), room)  # a count beyond the room must not reach the next expert
-        row = tl.where((number < have) & (number < skipped), mine * room + number, -1)
-        gate, up = _read(gate_up, row, chunk, gate_stride, num_columns, GROUPS)
-    num_rows = room
-    if PADDED:
-        num_rows *= num_experts
-    end, gap, total = 0, 0, num_rows * chunks
+    total, summed = num_rows * chunks, counts is None
     if counts is not None:
+        if PADDED:
+            have = tl.minimum(tl.load(counts + mine), room)
+            row = tl.where((number < have) & (number < handed_out), mine * room + number, -1)
         expert = tl.arange(0, EXPERTS)
         count = tl.load(counts + expert, mask=expert < num_experts, other=0)
-        if PADDED:
-            count = tl.maximum(tl.minimum(count, room) - skipped, 0)
-            gap = tl.where(expert < num_experts, room - count, 0)
-        else:
-            gap = (count + 127) // 128 * 128 - count
-        end = tl.cumsum(count, 0)
-        total = tl.sum(count, axis=0) * chunks
-    item = program
-    if not PADDED:
-        row, chunk = _row(item, total, chunks, end, gap, skipped, num_rows, counts is not None), item % chunks
-        gate, up = _read(gate_up, row, chunk, gate_stride, num_columns, GROUPS)
-        item += step
+        gap, end = count, count  # until they are summed
+    searching = True
     # A `for` over device values fails in the interpreter of Triton 3.6 with NumPy 2.4.
-    while (row >= 0) | (item < total):
-        next_row, next_chunk = _row(item, total, chunks, end, gap, skipped, num_rows, counts is not None), item % chunks
-        next_gate, next_up = _read(gate_up, next_row, next_chunk, gate_stride, num_columns, GROUPS)
+    while searching:
         if row >= 0:
             group = chunk * GROUPS + tl.arange(0, GROUPS)
             column = (group[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
-            stack = 0
             inside = column < num_columns
-            if PADDED:
-                stack = (row // room).to(tl.int64)
-            wide = gate.to(tl.float32)
-            scaled, scale = quantize_groups(wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32), POWER_OF_TWO)
+            source = gate_up + row.to(tl.int64) * gate_stride + column
+            gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(source + num_columns, mask=inside, other=0.0).to(tl.float32)
+            scaled, scale = quantize_groups(gate / (1.0 + tl.exp(-gate)) * up, POWER_OF_TWO)
             where = values + row.to(tl.int64) * values_stride + column
             tl.store(where, scaled.to(values.dtype.element_ty), mask=inside)
+            stack = 0
+            if PADDED:
+                stack = (row // room).to(tl.int64)
             rows = (row - stack * room + tl.arange(0, 1)).to(tl.int64)
             store_scales(
                 scales + stack * scales_stack_stride, scale, rows, group, rows < room, scales_row_stride,
                 scales_column_stride, tl.cdiv(num_columns, 128), PACKED,
             )  # fmt: skip
-        row, chunk, gate, up = next_row, next_chunk, next_gate, next_up
+        if counts is not None:
+            if not summed:
+                if PADDED:  # a count beyond the room must not reach the next expert
+                    left = tl.maximum(tl.minimum(count, room) - handed_out, 0)
+                    gap = tl.where(expert < num_experts, room - left, 0)
+                else:
+                    left = count
+                    gap = (count + 127) // 128 * 128 - count
+                end = tl.cumsum(left, 0)
+                total = tl.sum(left, axis=0) * chunks
+                summed = True
+        row, chunk = item // chunks, item % chunks
+        if counts is not None:
+            row += tl.sum(tl.where(end <= row, gap, 0), axis=0) + handed_out
+        searching = item < total
+        row = tl.where(searching & (row < num_rows), row, -1)
         item += step
