@@ -26,7 +26,7 @@ from moelab.ops.checks import check_tensor, require
 from moelab.ops.early_launch import launches_early
 from moelab.ops.jit import jit, runs_on, tl, triton
 
-EACH = 16  # neighbouring slots of a thread
+EACH = 8  # neighbouring slots of a thread: 256 tokens of top-8 took 1.40 µs on an H200, with 4 or 16 1.50 and 1.62
 LEAST_BLOCK, MAX_BLOCK = 128, 4096  # slots a program looks at at once
 
 
