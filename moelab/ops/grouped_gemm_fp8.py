@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moelab.ops import choice, deep_gemm
+from moelab.ops import choice, deep_gemm, grouped_gemm_hopper
 from moelab.ops.arrivals import counters
 from moelab.ops.checks import check_tensor, require
 from moelab.ops.early_launch import launches_early
@@ -44,9 +44,11 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of the Triton kernel: BLOCK_N columns × BLOCK_M rows, `stages` of 128 along K in flight in each of
+    """Of our kernels. Tiles: BLOCK_N columns × BLOCK_M rows, `stages` of 128 along K in flight in each of
     `per_sm` programs an SM. Programs may share a tile if each takes at least `least` steps; 0: never.
-    Before its turn a program asks the L2 for the weights of its first `ahead` steps."""
+    Before its turn a program asks the L2 for the weights of its first `ahead` steps. `hopper`: the kernel in Gluon,
+    which has no such request, and takes parts of at least stages − 2 steps.
+    """
 
     block_n: int
     block_m: int
@@ -55,16 +57,20 @@ class Config:
     per_sm: int
     least: int
     ahead: int = 0
+    hopper: bool = False
 
     def __str__(self) -> str:
-        return f"{self.block_n}x{self.block_m}/s{self.stages}w{self.warps}p{self.per_sm}l{self.least}a{self.ahead}"
+        """As in tables of choices: "128x16/s6w4p2l4a0", an h before it for `hopper`."""
+        tile = f"{'h' if self.hopper else ''}{self.block_n}x{self.block_m}"
+        return f"{tile}/s{self.stages}w{self.warps}p{self.per_sm}l{self.least}a{self.ahead}"
 
     @classmethod
     def parse(cls, text: str) -> Config:
         """The inverse of str. Raises OpError."""
-        found = re.fullmatch(r"(\d+)x(\d+)/s(\d+)w(\d+)p(\d+)l(\d+)a(\d+)", text)
-        require(found is not None, "config", repr(text), "BLOCK_NxBLOCK_M/sSTAGESwWARPSpPER_SMlLEASTaAHEAD")
-        return cls(*map(int, found.groups()))
+        found = re.fullmatch(r"(h?)(\d+)x(\d+)/s(\d+)w(\d+)p(\d+)l(\d+)a(\d+)", text)
+        require(found is not None, "config", repr(text), "text like '128x16/s6w4p2l4a0'")
+        hopper, *numbers = found.groups()
+        return cls(*map(int, numbers), hopper=bool(hopper))
 
 
 def grouped_gemm_fp8(
@@ -226,20 +232,30 @@ def _deep_gemm(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, expected_m
 def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Config) -> Tensor:
     (values, scales), (w, w_scales) = rows, weight
     experts, n, k = w.shape
-    padded, room, steps = values.dim() == 3, values.shape[-2], num_blocks(k)
+    padded, steps = values.dim() == 3, num_blocks(k)
     programs = _num_programs(values.device, config.per_sm)
     least = min(config.least, steps) or steps
     size = 0 if least == steps else programs * config.block_n * config.block_m
     partials = torch.empty(size, dtype=torch.float32, device=values.device)
-    arrived = counters(values.device)
+    sizes = (scales.stride(0) if padded else 0, *scales.stride()[-2:], experts, values.shape[-2])
     early = launches_early(values)
-    grouped_kernel[(programs,)](
-        values, scales, w, TensorDescriptor.from_tensor(w.view(experts * n, k), [config.block_n, BLOCK]), w_scales,
-        counts, out, partials, arrived, scales.stride(0) if padded else 0, *scales.stride()[-2:], experts, room,
+    common: dict[str, object] = dict(
         N=n, K=k, EXPERTS=max(32, triton.next_power_of_2(experts)), PADDED=padded, BLOCK_N=config.block_n,
-        BLOCK_M=config.block_m, LEAST=least, STAGES=config.stages, AHEAD=config.ahead, EARLY=early, CUDA=values.is_cuda,
-        num_warps=config.warps, launch_pdl=early,
+        BLOCK_M=config.block_m, LEAST=least, STAGES=config.stages, num_warps=config.warps, launch_pdl=early,
     )  # fmt: skip
+    flat = w.view(experts * n, k)
+    if config.hopper:
+        able = grouped_gemm_hopper.runs_on(values.device) and k % BLOCK == 0 and least >= config.stages - 2
+        require(able, "config", f"'{config}'", "one without h, but on Hopper with K a multiple of 128 and l ≥ s − 2")
+        grouped_gemm_hopper.grouped_hopper_kernel[(programs,)](
+            values, scales, grouped_gemm_hopper.weight_tiles(flat, config.block_n), w_scales, counts, out, partials,
+            counters(values.device), *sizes, WARPS=config.warps, **common,
+        )  # fmt: skip
+    else:
+        grouped_kernel[(programs,)](
+            values, scales, w, TensorDescriptor.from_tensor(flat, [config.block_n, BLOCK]), w_scales, counts, out,
+            partials, counters(values.device), *sizes, AHEAD=config.ahead, EARLY=early, CUDA=values.is_cuda, **common,
+        )  # fmt: skip
     return out
 
 

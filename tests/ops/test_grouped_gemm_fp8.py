@@ -127,6 +127,48 @@ def test_every_default_tile_with_every_way_to_share(gpu, m, least):
     check(draw("padded", counts, 712, 2064, gpu, 2 * m), config=config)
 
 
+HOPPER = ["h128x128/s6w8p1l8a0", "h128x64/s4w4p2l2a0", "h128x16/s6w4p2l4a0", "h64x32/s6w4p3l0a0", "h64x128/s4w4p2l3a0"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["padded", "contiguous"])
+@pytest.mark.parametrize("scale_format", ["row", "column_tma"])
+@pytest.mark.parametrize("config", HOPPER)
+def test_the_kernel_in_gluon(gpu, config, scale_format, layout):
+    config = Config.parse(config)
+    for counts in ([0, 3, 0, 200, 1, 0], [0, 0, 0], [130] * 33, [1]):
+        for n, k in ((200, 1024), (4096, 2304)):
+            room = 200 if layout == "padded" else None
+            check(draw(layout, counts, n, k, gpu, room, scale_format), config=config)
+    with pytest.raises(OpError, match="config is 'h.*one without h, but on Hopper with K a multiple of 128"):
+        check(draw(layout, [3], 128, 272, gpu, 128, scale_format), config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", HOPPER)
+def test_the_kernel_in_gluon_when_counts_change_and_lie(gpu, config):
+    rows, weight, counts, _ = draw("padded", [64] * 4, 1000, 2048, gpu, 64)
+    out = poisoned_out(rows, weight)
+    how = dict(out=out, backend="triton", config=Config.parse(config))
+    grouped_gemm_fp8(rows, weight, counts, **how)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm_fp8(rows, weight, counts, **how)
+    for new in ([3, 0, 64, 1], [0, 0, 0, 0], [0, 7, 0, 64], [1000, 64, -1, 64]):
+        actual = [min(64, max(0, c)) for c in new]
+        new_rows, _, _, mask = draw("padded", actual, 1000, 2048, gpu, 64)
+        for old, fresh in zip((*rows, counts), (*new_rows, torch.tensor(new)), strict=True):
+            old.copy_(fresh)
+        results = []
+        for _ in range(3):
+            out.fill_(float("nan"))
+            graph.replay()
+            results.append(out.clone())
+        assert_product(out, rows, weight, torch.tensor(actual), mask)
+        assert all(torch.equal(result[mask], out[mask]) for result in results)
+
+
 @pytest.mark.gpu
 def test_deep_gemm_stays_within_the_room_of_an_expert(gpu):
     if deep_gemm.reason():
@@ -250,3 +292,4 @@ def test_what_else_is_refused():
         grouped_gemm_fp8(rows, weight, counts)
     with pytest.raises(OpError, match="config is 'fast'"):
         Config.parse("fast")
+    assert all(str(Config.parse(text)) == text for text in HOPPER)
