@@ -74,10 +74,11 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Scored:
-    """Bits of each scored byte [windows, bytes], float64."""
+    """Bits of each scored byte [windows, bytes], float64, the last ones of windows of `window_tokens`."""
 
     variant: Variant
     bits: Tensor
+    window_tokens: int
 
     @property
     def bits_per_byte(self) -> float:
@@ -92,9 +93,9 @@ class Scored:
 
     def records(self, base: Scored, provenance: Provenance, model: str) -> list[Record]:
         """Bits per byte, the mean difference from `base` and its standard error."""
-        v, (windows, scored) = self.variant, self.bits.shape
+        v = self.variant
         params = {"model": model, "weights": v.weights, "activations": v.activations, "latent": v.latent,
-                  "windows": windows, "scored_bytes": windows * scored}  # fmt: skip
+                  "window_tokens": self.window_tokens, "scored_bytes": self.bits.numel()}  # fmt: skip
         values = (self.bits_per_byte, *self.against(base))
         return [
             Record.from_samples(
@@ -125,7 +126,7 @@ def score(folder: str | Path, windows: list[list[int]], variant: Variant, scored
         targets = torch.tensor(part)[:, -scored:]
         nats.append(cross_entropy(logits.transpose(1, 2), targets, reduction="none").double())
     model.close()
-    return Scored(variant, torch.cat(nats) / math.log(2))
+    return Scored(variant, torch.cat(nats) / math.log(2), length)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from moelab.plots.style import (
     show_table,
     show_text,
     verdict_style,
+    wall,
 )
 
 __all__ = [
@@ -63,5 +64,6 @@ __all__ = [
     "spread_band",
     "stacked",
     "verdict_style",
+    "wall",
     "winners",
 ]

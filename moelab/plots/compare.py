@@ -39,7 +39,8 @@ def lines(ax: Axes, curves: Curves, hollow: Curves | None = None, log: bool = Tr
     else:
         ax.set_ylim(bottom=0)
     ticks = [p for p in places if p == 2 ** round(math.log2(p))]
-    ax.set_xticks(ticks, [f"{p:,g}" for p in ticks])
+    huge = max(ticks, default=0) > 1e5
+    ax.set_xticks(ticks, [f"$2^{{{math.log2(p):.0f}}}$" if huge else f"{p:,g}" for p in ticks])
     ax.xaxis.minorticks_off()
     if named:
         ends = [(max(found), found[max(found)], name, color) for name, found, color, _ in both if found and name]
@@ -82,9 +83,9 @@ def key_panel(ax: Axes, source: Axes, title: str = "") -> None:
               alignment="left", labelspacing=0.9)  # fmt: skip
 
 
-def dots(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, object]) -> None:
-    """{row: {series: value}} as dots on a logarithmic axis, the first row on top; a series' marker and colour are the
-    same in every row. Equal values stand side by side in height."""
+def dots(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str, object], log: bool = True) -> None:
+    """{row: {series: value}} as dots, on a logarithmic axis unless `log` is False, the first row on top; a series has
+    the same marker and colour in every row. Equal values stand side by side in height."""
     names = list(rows)
     shapes = dict(zip(colors, "osD^vPX*", strict=False))
     lift = dict(zip(colors, np.linspace(-0.24, 0.24, len(colors)), strict=True))
@@ -94,9 +95,11 @@ def dots(ax: Axes, rows: Mapping[str, Mapping[str, float]], colors: Mapping[str,
             ax.plot(value, i + lift[series], marker=shapes[series], color=colors[series], markersize=7, zorder=3,
                     markeredgecolor="white", markeredgewidth=0.7, linestyle="none",
                     label=series if series not in ax.get_legend_handles_labels()[1] else None)  # fmt: skip
-    ax.set(xscale="log", yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
+    ax.set(yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
     ax.set_yticklabels(names)
-    ax.xaxis.set_major_formatter("{x:g}")
+    if log:
+        ax.set_xscale("log")
+        decimal_ticks(ax.xaxis)
     ax.grid(axis="y", visible=False)
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
@@ -130,20 +133,21 @@ def differences(
     ax.axvline(0, color=INK, linestyle="--", linewidth=1.3, zorder=1)
     for j, (kind, color) in enumerate(kinds.items()):
         lift = 0.3 * (j - (len(kinds) - 1) / 2)
-        found = [(i, rows[name][j]) for i, name in enumerate(names) if rows[name][j] is not None]
+        if not (found := [(i, rows[name][j]) for i, name in enumerate(names) if rows[name][j] is not None]):
+            continue
         at, mean, error = ([i + lift for i, _ in found], [m for _, (m, _) in found], [2 * e for _, (_, e) in found])
         ax.errorbar(mean, at, xerr=error, color=color, marker="o", markersize=6, linestyle="none", elinewidth=1.8,
                     capsize=4, label=kind, zorder=3)  # fmt: skip
     ax.set(yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
     ax.set_yticklabels(names)
     ax.grid(axis="y", visible=False)
-    ax.legend(loc="lower right")
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
 def winners(ax: Axes, ratios: np.ndarray, rows: Sequence[str], columns: Sequence[str], names: tuple[str, str],
-            colors: tuple[str, str]) -> None:  # fmt: skip
+            colors: tuple[str, str], notes: Mapping[tuple[int, int], str] | None = None) -> None:  # fmt: skip
     """time of names[0] / time of names[1] for each cell, in the colour of the faster, the stronger the farther from 1,
-    with the factor by which it is faster; NaN stays blank."""
+    with the factor by which it is faster and below it the cell's note; NaN stays blank."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
     from matplotlib.patches import Patch
 
@@ -153,7 +157,8 @@ def winners(ax: Axes, ratios: np.ndarray, rows: Sequence[str], columns: Sequence
     for i, j in np.ndindex(*ratios.shape):
         if ratios[i, j] == ratios[i, j]:
             faster = max(ratios[i, j], 1 / ratios[i, j])
-            ax.text(j, i, f"{faster:.2f}", ha="center", va="center", fontsize=8.5, color=INK if faster > 1.03 else SOFT)
+            text = f"{faster:.2f}\n{notes[i, j]}" if notes and (i, j) in notes else f"{faster:.2f}"
+            ax.text(j, i, text, ha="center", va="center", fontsize=8.5, color=INK if faster > 1.03 else SOFT)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
     ax.grid(False)

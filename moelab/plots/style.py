@@ -130,6 +130,13 @@ def roof(ax: Axes, value: float, text: str, place: float = 1.0) -> None:
     )  # fmt: skip
 
 
+def wall(ax: Axes, value: float, text: str) -> None:
+    """A limit, as a dashed line upwards, named along it."""
+    ax.axvline(value, color=INK, linestyle="--", linewidth=1.3, zorder=1.5)
+    halo(ax.annotate(text, (value, 1), (-4, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
+                     rotation=90, ha="right", va="top", fontsize=9, zorder=4))  # fmt: skip
+
+
 def ep_color(ep: int):
     """The colour of an EP degree: dark for few GPUs, light for many."""
     import matplotlib

@@ -113,13 +113,14 @@ def test_capture(tiny_checkpoint, windows):
 
 
 def test_the_difference_is_paired():
-    base = quality.Scored(Variant("a"), torch.rand(8, 5, dtype=torch.float64) * 9)
-    other = quality.Scored(Variant("b"), base.bits + torch.linspace(0.1, 0.2, 8)[:, None])
+    base = quality.Scored(Variant("a"), torch.rand(8, 5, dtype=torch.float64) * 9, 21)
+    other = quality.Scored(Variant("b"), base.bits + torch.linspace(0.1, 0.2, 8)[:, None], 21)
     mean, error = other.against(base)
     assert mean == pytest.approx(0.15) and error == pytest.approx(torch.linspace(0.1, 0.2, 8).std().item() / 8**0.5)
     records = other.records(base, HERE, "toy")
     assert [r.metric for r in records] == list(quality.METRICS) and records[1].p50 == pytest.approx(0.15)
     assert records[0].params["scored_bytes"] == 40 and records[0].params["weights"] is None
+    assert records[0].params["window_tokens"] == 21
 
 
 def test_bad_windows(tiny_checkpoint):
@@ -128,4 +129,4 @@ def test_bad_windows(tiny_checkpoint):
     with pytest.raises(MoelabError, match="legal are 1…2"):
         score(tiny_checkpoint, [[1, 2, 3]], Variant("a"), 3)
     with pytest.raises(MoelabError, match="texts differ"):
-        quality.Scored(Variant("a"), torch.ones(2, 3)).against(quality.Scored(Variant("b"), torch.ones(2, 4)))
+        quality.Scored(Variant("a"), torch.ones(2, 3), 9).against(quality.Scored(Variant("b"), torch.ones(2, 4), 9))
