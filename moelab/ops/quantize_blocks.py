@@ -5,9 +5,9 @@
 over blocks of 128 × 128, smaller ones at the edges. It moves 3 bytes per bfloat16 value.
 
 The quotient is the rounded one, as torch divides. A division for each value would cost more time than its bytes do, so
-bfloat16 takes q = x·r with r = 1/s rounded, and corrects it once: q + (x − q·s)·r. For each of the 128 mantissas of x
-and of the block's maximum this is the rounded quotient, and exponents change nothing: all were tried. For float32 there
-are too many to try; it divides.
+bfloat16 takes q = x·r with r = 1/s rounded, and corrects it once: q − (q·s − x)·r (in this order −0 stays −0). For each
+of the 128 mantissas of x and of the block's maximum this is the rounded quotient, and exponents change nothing: all
+were tried. For float32 there are too many to try; it divides.
 
 A program takes one block, and loads it twice: for the maximum, and then, out of the L1, to divide. Kept in registers,
 in float32 as the compiler will have it, a block takes 192 of them a thread, too many for a second program on the SM.
@@ -100,5 +100,5 @@ def _quantize_blocks_kernel(
             quotient = tl.div_rn(value, scale)
         else:
             quotient = value * inverse
-            quotient = tl.fma(tl.fma(-quotient, scale, value), inverse, quotient)
+            quotient = tl.fma(tl.fma(quotient, scale, -value), -inverse, quotient)
         tl.store(values + row.to(tl.int64) * num_columns, quotient.to(values.dtype.element_ty), mask=inside)
