@@ -23,17 +23,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelab.ops import choice, deep_gemm
-from moelab.ops.block_gemm import Config, block_gemm, gemm_kernel, parse
+from moelab.ops import block_gemm, block_gemm_hopper, choice, deep_gemm
+from moelab.ops.block_gemm import Config, gemm_kernel, parse
 from moelab.ops.checks import check_tensor, require
 from moelab.ops.fp8 import BLOCK, dequantize_block, num_blocks
 from moelab.ops.jit import runs_on
 from moelab.ops.layout import dequantize_rows, round_up
 from moelab.ops.quantize import Quantized
 
-BACKENDS = ("deep_gemm", "triton")
+BACKENDS = ("deep_gemm", "hopper", "triton")
 OP = "linear"
-DEEP_GEMM_READS = "column_tma scales, contiguous operands, K a multiple of 128 and N of 16"
+READS = "for deep_gemm and hopper: column_tma scales, K a multiple of 128; for deep_gemm: all contiguous, N of 16"
 
 
 def linear(x: Quantized, weight: Quantized, out: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -53,12 +53,11 @@ def linear(x: Quantized, weight: Quantized, out: Tensor | None = None, backend: 
         return out.copy_(linear_reference(x, weight))
     if rows == 0 or columns == 0 or depth == 0:
         return out.zero_()
-    config = default_config(rows, columns, depth)
-    if out.is_cuda:
-        backend, config = _choose(x, weight, out, backend, config)
-    if backend == "deep_gemm":
+    name, config = _choose(x, weight, out, backend) if out.is_cuda else ("triton", default_config(rows, columns, depth))
+    if name == "deep_gemm":
         return deep_gemm.gemm(x, weight, out)
-    block_gemm(*x, *weight, out, config)
+    kernel = block_gemm_hopper if name == "hopper" else block_gemm
+    kernel.block_gemm(*x, *weight, out, config)
     return out
 
 
@@ -83,35 +82,41 @@ def merge_weights(weights: Sequence[Quantized]) -> Quantized:
 
 
 def default_config(rows: int, columns: int, depth: int) -> Config:
-    """The Triton config where nothing was measured: tiles of 64 weight rows, of as many tokens as there are up to 64,
-    and K cut so that two programs a streaming multiprocessor of an H200 (132) have work, each for 4 blocks of 128."""
-    block_m = min(64, max(16, 1 << (rows - 1).bit_length()))
+    """Of our kernels, where nothing was measured: tiles of 64 weight rows, of as many tokens as there are from 32 to
+    64, and K cut so that two programs a streaming multiprocessor of an H200 (132) have work, each for 4 groups of 128
+    or more."""
+    block_m = min(64, max(32, 1 << (rows - 1).bit_length()))
     tiles = -(-columns // 64) * -(-rows // block_m)
     split = max(1, min(264 // tiles, num_blocks(depth) // 4, 16))
-    return Config(64, block_m, split, 4, 1, 4)
+    return Config(64, block_m, split, 4, 2, 3)
 
 
-def _choose(
-    x: Quantized, weight: Quantized, out: Tensor, backend: str | None, default: Config
-) -> tuple[str, Config]:  # fmt: skip
-    """The backend, and the config if it is "triton": by the table, else by the default above."""
+def _choose(x: Quantized, weight: Quantized, out: Tensor, backend: str | None) -> tuple[str, Config]:
+    """The backend, and the config if it is one of our kernels: by the table, else the default above."""
     rows, columns = out.shape
-    if backend == "deep_gemm":
-        require(_deep_gemm_reads(x, weight, out), "x, weight or out", "not as deep_gemm reads it", DEEP_GEMM_READS)
-        return backend, default
-    able = BACKENDS
-    if backend == "triton" or not _deep_gemm_reads(x, weight, out) or deep_gemm.reason() is not None:
-        able = ("triton",)
-    found = choice.pick(OP, out.device, columns, x[0].shape[1], rows, backends=able)
-    if found is None:
-        return ("deep_gemm" if rows > 64 and "deep_gemm" in able else "triton"), default
-    return found.backend, parse(found.config) if found.backend == "triton" else default
+    depth = x[0].shape[1]
+    if backend is not None:
+        require(_reads(backend, x, weight, out), "x, weight or out", f"not as {backend} reads it", READS)
+        able = (backend,)
+    else:
+        able = tuple(b for b in BACKENDS if _reads(b, x, weight, out))
+        if able[0] == "deep_gemm" and deep_gemm.reason() is not None:
+            able = able[1:]
+    found = choice.pick(OP, out.device, columns, depth, rows, backends=able)
+    if found is not None and found.config:
+        return found.backend, parse(found.config)
+    if found is None and rows <= 64 and len(able) > 1:
+        able = tuple(b for b in able if b != "deep_gemm")
+    return found.backend if found else able[0], default_config(rows, columns, depth)
 
 
-def _deep_gemm_reads(x: Quantized, weight: Quantized, out: Tensor) -> bool:
+def _reads(backend: str, x: Quantized, weight: Quantized, out: Tensor) -> bool:
+    """Whether a backend reads the operands as they are."""
     rows, depth = x[0].shape
-    shaped = depth % BLOCK == 0 and out.shape[1] % 16 == 0
-    return shaped and x[1].stride() == (1, round_up(rows, 4)) and all(t.is_contiguous() for t in (x[0], *weight, out))
+    if backend == "deep_gemm":
+        shaped = depth % BLOCK == 0 and out.shape[1] % 16 == 0 and x[1].stride() == (1, round_up(rows, 4))
+        return shaped and all(t.is_contiguous() for t in (x[0], *weight, out))
+    return backend == "triton" or block_gemm_hopper.takes(*x, weight[0])
 
 
 def _check(x: Quantized, weight: Quantized, out: Tensor | None, backend: str | None) -> Tensor:
