@@ -131,10 +131,10 @@ def roof(ax: Axes, value: float, text: str, place: float = 1.0) -> None:
 
 
 def wall(ax: Axes, value: float, text: str) -> None:
-    """A limit, as a dashed line upwards, named along it."""
+    """A limit, as a dashed line upwards, named along its foot."""
     ax.axvline(value, color=INK, linestyle="--", linewidth=1.3, zorder=1.5)
-    halo(ax.annotate(text, (value, 1), (-4, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
-                     rotation=90, ha="right", va="top", fontsize=9, zorder=4))  # fmt: skip
+    halo(ax.annotate(text, (value, 0), (3, 5), xycoords=("data", "axes fraction"), textcoords="offset points",
+                     rotation=90, ha="left", va="bottom", fontsize=9, zorder=4))  # fmt: skip
 
 
 def ep_color(ep: int):
