@@ -64,15 +64,17 @@ def silu_mul_quantize(
     room, columns = shape[-2:]
     config, early = _config(columns), launches_early(gate_up)
     chunks = triton.cdiv(columns, config["GROUPS"] * BLOCK)
-    most = shape[:-1].numel() * chunks
-    if most and (counts is None or counts.numel()):
-        _silu_mul_kernel[(min(most, _num_programs(gate_up.device)),)](
+    padded = len(shape) == 3
+    experts = 1 if counts is None else counts.numel()
+    items = room * chunks  # of an expert if padded, else of the buffer
+    if items and experts:
+        programs = _num_programs(gate_up.device)
+        grid = (experts, max(1, min(items, programs // experts))) if padded else (1, min(items, programs))
+        _silu_mul_kernel[grid](
             gate_up, counts, values, scales, gate_up.stride(-2), values.stride(-2),
-            scales.stride(0) if scales.dim() == 3 else 0, *scales.stride()[-2:],
-            0 if counts is None else counts.numel(), room, columns, chunks,
-            EXPERTS=1 if counts is None else triton.next_power_of_2(counts.numel()),
-            PADDED=len(shape) == 3, POWER_OF_TWO=power_of_two, PACKED=scale_format == "ue8m0", EARLY=early,
-            launch_pdl=early, **config,
+            scales.stride(0) if padded else 0, *scales.stride()[-2:], experts, room, columns, chunks,
+            EXPERTS=triton.next_power_of_2(experts), PADDED=padded, POWER_OF_TWO=power_of_two,
+            PACKED=scale_format == "ue8m0", EARLY=early, CUDA=gate_up.is_cuda, launch_pdl=early, **config,
         )  # fmt: skip
     return pair
 
@@ -124,34 +126,63 @@ def _num_programs(device: torch.device) -> int:
 
 
 @jit
+def _sigmoid(x, CUDA: tl.constexpr):
+    """1 / (1 + exp(−x)) to a few units in the last place, 0 below −88. As PTX, since what Triton makes of it takes care
+    of denormal results: 7 of 13 instructions a value, and instructions are what the kernel is bound by."""
+    if CUDA:
+        return tl.inline_asm_elementwise(
+            "{ mul.f32 $0, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, $0; add.f32 $0, $0, 0f3F800000;"
+            " rcp.approx.ftz.f32 $0, $0; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return 1.0 / (1.0 + tl.exp(-x))
+
+
+@jit
+def _ask_l2(addresses):
+    """Ask for the lines at `addresses` to be in the L2; nothing is read."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
 def _silu_mul_kernel(
     gate_up, counts, values, scales, gate_stride, values_stride, scales_stack_stride, scales_row_stride,
     scales_column_stride, num_experts, room, num_columns, chunks,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, POWER_OF_TWO: tl.constexpr, PACKED: tl.constexpr,
-    GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr, CUDA: tl.constexpr,
 ):  # fmt: skip
-    """An item is GROUPS groups of one populated row. `room` is M: rows of an expert if PADDED, else of the buffer."""
-    item, step = tl.program_id(0), tl.num_programs(0)
-    row, chunk, handed_out, num_rows = -1, 0, 0, room
-    if PADDED:
-        mine, turn = item % num_experts, item // num_experts
-        number, chunk = turn // chunks, turn % chunks
-        handed_out = step // (num_experts * chunks)  # rows of each expert, by number
-        num_rows *= num_experts
+    """An item is GROUPS groups of one populated row. `room` is M: rows of an expert if PADDED, else of the buffer. The
+    grid is [experts, turns] if PADDED, else [1, programs]: no division tells a program its first row."""
+    mine, turn = tl.program_id(0), tl.program_id(1)
+    step = tl.num_programs(0) * tl.num_programs(1)
+    item = turn * tl.num_programs(0) + mine
+    expert = tl.arange(0, EXPERTS)
     if EARLY:
+        if counts is not None:
+            if item == 0:
+                _ask_l2(counts + tl.minimum(expert, num_experts - 1))
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total, summed = num_rows * chunks, counts is None
+    # The row of `stack`, at first of the program's own expert, and what else there is to do: items up to `total`.
+    row, stack, chunk, handed_out = -1, mine, 0, 0
+    total = room * chunks
     if counts is not None:
+        left = tl.load(counts + expert, mask=expert < num_experts, other=0)
         if PADDED:
-            have = tl.minimum(tl.load(counts + mine), room)
-            row = tl.where((number < have) & (number < handed_out), mine * room + number, -1)
-        expert = tl.arange(0, EXPERTS)
-        count = tl.load(counts + expert, mask=expert < num_experts, other=0)
-        gap, end = count, count  # until they are summed
-    searching = True
+            have = tl.load(counts + mine)
+            number, chunk = turn // chunks, turn % chunks
+            handed_out = tl.num_programs(1) // chunks  # rows of each expert, by number
+            # A count beyond the room must not reach the next expert.
+            row = tl.where(number < tl.minimum(tl.minimum(have, room), handed_out), mine * room + number, -1)
+            left = tl.maximum(tl.minimum(left, room) - handed_out, 0)
+        total = tl.sum(left) * chunks
+        gap, end = left, left  # until they are needed
+    summed = False
     # A `for` over device values fails in the interpreter of Triton 3.6 with NumPy 2.4.
-    while searching:
+    while (row >= 0) | (item < total):
         if row >= 0:
             group = chunk * GROUPS + tl.arange(0, GROUPS)
             column = (group[:, None] * 128 + tl.arange(0, 128)[None, :])[None, :, :]
@@ -159,31 +190,28 @@ def _silu_mul_kernel(
             source = gate_up + row.to(tl.int64) * gate_stride + column
             gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(source + num_columns, mask=inside, other=0.0).to(tl.float32)
-            scaled, scale = quantize_groups(gate / (1.0 + tl.exp(-gate)) * up, POWER_OF_TWO)
+            scaled, scale = quantize_groups(gate * _sigmoid(gate, CUDA) * up, POWER_OF_TWO)
             where = values + row.to(tl.int64) * values_stride + column
             tl.store(where, scaled.to(values.dtype.element_ty), mask=inside)
-            stack = 0
-            if PADDED:
-                stack = (row // room).to(tl.int64)
             rows = (row - stack * room + tl.arange(0, 1)).to(tl.int64)
             store_scales(
-                scales + stack * scales_stack_stride, scale, rows, group, rows < room, scales_row_stride,
+                scales + stack.to(tl.int64) * scales_stack_stride, scale, rows, group, rows < room, scales_row_stride,
                 scales_column_stride, tl.cdiv(num_columns, 128), PACKED,
             )  # fmt: skip
-        if counts is not None:
-            if not summed:
-                if PADDED:  # a count beyond the room must not reach the next expert
-                    left = tl.maximum(tl.minimum(count, room) - handed_out, 0)
-                    gap = tl.where(expert < num_experts, room - left, 0)
-                else:
-                    left = count
-                    gap = (count + 127) // 128 * 128 - count
-                end = tl.cumsum(left, 0)
-                total = tl.sum(left, axis=0) * chunks
-                summed = True
-        row, chunk = item // chunks, item % chunks
-        if counts is not None:
-            row += tl.sum(tl.where(end <= row, gap, 0), axis=0) + handed_out
-        searching = item < total
-        row = tl.where(searching & (row < num_rows), row, -1)
-        item += step
+        row, chunk = -1, item % chunks
+        if item < total:
+            row = item // chunks
+            if counts is not None:
+                if not summed:
+                    summed = True
+                    end = tl.cumsum(left, 0)
+                    if PADDED:
+                        gap = tl.where(expert < num_experts, room - left, 0)
+                    else:
+                        gap = (left + 127) // 128 * 128 - left
+                if PADDED:
+                    stack = tl.sum((end <= row).to(tl.int32))
+                row += tl.sum(tl.where(end <= row, gap, 0)) + handed_out
+                if not PADDED:
+                    row = tl.where(row < room, row, -1)  # counts of more than the buffer holds
+            item += step
