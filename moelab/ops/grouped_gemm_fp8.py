@@ -46,8 +46,7 @@ Pair = tuple[Tensor, Tensor]
 class Config:
     """Of our kernels. Tiles: BLOCK_N columns × BLOCK_M rows, `stages` of 128 along K in flight in each of
     `per_sm` programs an SM. Programs may share a tile if each takes at least `least` steps; 0: never.
-    Before its turn a program asks the L2 for the weights of its first `ahead` steps. `hopper`: the kernel in Gluon,
-    which has no such request, and takes parts of at least stages − 2 steps.
+    `hopper`: the kernel in Gluon, whose parts have at least stages − 2 steps.
     """
 
     block_n: int
@@ -56,19 +55,18 @@ class Config:
     warps: int
     per_sm: int
     least: int
-    ahead: int = 0
     hopper: bool = False
 
     def __str__(self) -> str:
-        """As in tables of choices: "128x16/s6w4p2l4a0", an h before it for `hopper`."""
+        """As in tables of choices: "128x16/s6w4p2l4", an h before it for `hopper`."""
         tile = f"{'h' if self.hopper else ''}{self.block_n}x{self.block_m}"
-        return f"{tile}/s{self.stages}w{self.warps}p{self.per_sm}l{self.least}a{self.ahead}"
+        return f"{tile}/s{self.stages}w{self.warps}p{self.per_sm}l{self.least}"
 
     @classmethod
     def parse(cls, text: str) -> Config:
         """The inverse of str. Raises OpError."""
-        found = re.fullmatch(r"(h?)(\d+)x(\d+)/s(\d+)w(\d+)p(\d+)l(\d+)a(\d+)", text)
-        require(found is not None, "config", repr(text), "text like '128x16/s6w4p2l4a0'")
+        found = re.fullmatch(r"(h?)(\d+)x(\d+)/s(\d+)w(\d+)p(\d+)l(\d+)", text)
+        require(found is not None, "config", repr(text), "text like '128x16/s6w4p2l4'")
         hopper, *numbers = found.groups()
         return cls(*map(int, numbers), hopper=bool(hopper))
 
@@ -253,8 +251,8 @@ def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Confi
         )  # fmt: skip
     else:
         grouped_kernel[(programs,)](
-            values, scales, w, TensorDescriptor.from_tensor(flat, [config.block_n, BLOCK]), w_scales, counts, out,
-            partials, counters(values.device), *sizes, AHEAD=config.ahead, EARLY=early, CUDA=values.is_cuda, **common,
+            values, scales, TensorDescriptor.from_tensor(flat, [config.block_n, BLOCK]), w_scales, counts, out,
+            partials, counters(values.device), *sizes, EARLY=early, CUDA=values.is_cuda, **common,
         )  # fmt: skip
     return out
 

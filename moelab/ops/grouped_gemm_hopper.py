@@ -127,8 +127,7 @@ def _start(ring, j, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.con
     slot = j % STAGES
     async_copy.wait_group(STAGES - 3)
     mbarrier.wait(bars.index(slot), j // STAGES & 1)
-    hopper.fence_async_shared()
-    _barrier()
+    _barrier()  # rows that other threads copied; as in CUTLASS and Triton, copies need no fence before wgmma
     zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, MMA)
     return hopper.warpgroup_mma(ws.index(slot), xs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
 

@@ -18,12 +18,15 @@ Weights are the first operand, [BLOCK_N, 128] · [128, BLOCK_M]: Hopper's wgmma 
 weights always have and tokens do not, so few rows cost little ("swap AB", as in FlashInfer and TensorRT-LLM). Weights
 come by TMA; rows by masked copies, so rows beyond a count are never read.
 
+Which weights are wanted depends on the counts, so no weights are asked for before the kernel ahead has ended. (To ask
+the L2 for those that are wanted if every expert has rows, as the linear op does, gained nothing where kernels follow
+one another: the memory is busy then.)
+
     out[r, n] = Σ_s xscale[r, s] · wscale[n/128, s] · Σ_{k in s} x[r, k] · w[n, k]       s: groups of 128 along K
 """
 
 from __future__ import annotations
 
-from moelab.ops.block_gemm import prefetch_l2
 from moelab.ops.jit import jit, tl, triton
 
 # Sizes whose value or divisibility would only make for more variants to compile.
@@ -32,21 +35,18 @@ _SIZES = ("scales_stack", "scales_column", "num_experts", "room")
 
 @(jit if triton is None else triton.jit(do_not_specialize=_SIZES))
 def grouped_kernel(
-    x, x_scales, w, weight, weight_scales, counts, out, partials, arrived,
+    x, x_scales, weight, weight_scales, counts, out, partials, arrived,
     scales_stack, scales_row, scales_column, num_experts, room,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-    CUDA: tl.constexpr,
+    BLOCK_M: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, CUDA: tl.constexpr,
 ):  # fmt: skip
-    """`weight`: a TMA descriptor of `w` as [E·N, K], with blocks [BLOCK_N, 128]. `room`: M if PADDED, else rows of the
+    """`weight`: a TMA descriptor of [E·N, K] with blocks [BLOCK_N, 128]. `room`: M if PADDED, else rows of the
     buffer. `arrived` int32 [≥ P]: zeros, and zeros again when this ends."""
     STEPS: tl.constexpr = (K + 127) // 128
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TOGETHER: tl.constexpr = max(1, 8192 // (BLOCK_N * BLOCK_M))
     programs = tl.num_programs(0)
     if EARLY:
-        if AHEAD:
-            _prefetch(w, num_experts, programs, N, K, BLOCK_N, STEPS, LEAST, AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.arange(0, EXPERTS)
@@ -126,25 +126,6 @@ def _cut(tiles, programs, STEPS: tl.constexpr, LEAST: tl.constexpr):
     """How many tiles are cut, and into how many parts."""
     rest = tiles % programs
     return rest, tl.minimum(programs // tl.maximum(rest, 1), STEPS // LEAST)
-
-
-@jit
-def _prefetch(
-    w, num_experts, programs, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
-    LEAST: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """The weights of the first AHEAD steps that this program will take if every expert has one tile of rows."""
-    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    rest, parts = _cut(num_experts * TILES_N, programs, STEPS, LEAST)
-    program = tl.program_id(0)
-    cut = program < rest * parts
-    tile = tl.where(cut, program // parts, rest + program)
-    first = tl.where(cut, program % parts * STEPS // parts, 0)
-    last = tl.where(cut, (program % parts + 1) * STEPS // parts, STEPS)
-    n = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    size = tl.minimum(tl.minimum(last, first + AHEAD) * 128, K) - first * 128
-    size = tl.where((n < N) & (tile < num_experts * TILES_N), size, 0)
-    prefetch_l2((w + ((tile // TILES_N) * N + n).to(tl.int64) * K + first * 128).to(tl.int64), size)
 
 
 @jit
