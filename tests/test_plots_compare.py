@@ -82,6 +82,12 @@ def test_lines_take_records_and_numbers():
     assert [t.get_text() for t in ax.get_xticklabels()] == ["2"]  # 48 is no power of two: a point without a tick
 
 
+def test_negative_values_are_inside():
+    _, ax = plots.figure()
+    plots.lines(ax, {"a": ({2: -4.0, 4: 3.0}, "#0173b2")}, log=False)
+    assert ax.get_ylim()[0] < -4 < 3 < ax.get_ylim()[1]
+
+
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_apart(count):
     places = np.sort(np.random.default_rng(count).uniform(0, 30, count))
@@ -135,8 +141,8 @@ def test_differences_have_two_standard_errors():
 def test_winners_name_the_faster():
     _, ax = plots.figure()
     ratios = np.array([[2.0, 0.5], [1.0, np.nan]])
-    plots.winners(ax, ratios, ["r", "s"], ["c", "d"], ("p", "q"), ("#ff0000", "#0000ff"))
-    assert [t.get_text() for t in ax.texts] == ["2.00", "2.00", "1.00"]
+    plots.winners(ax, ratios, ["r", "s"], ["c", "d"], ("p", "q"), ("#ff0000", "#0000ff"), {(0, 1): "÷4", (1, 0): ""})
+    assert [t.get_text() for t in ax.texts] == ["2.00", "2.00\n÷4", "1.00"]
     shades = ax.images[0]
     q_faster, p_faster = (shades.cmap(shades.norm(np.log2(x))) for x in (2.0, 0.5))
     assert q_faster[2] > q_faster[0] and p_faster[0] > p_faster[2]  # blue is q's, red is p's

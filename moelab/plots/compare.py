@@ -20,7 +20,7 @@ Curves = Mapping[str, tuple[Mapping[float, "Record | float"], object]]
 
 
 def lines(ax: Axes, curves: Curves, hollow: Curves | None = None, log: bool = True, named: bool = True) -> None:
-    """{name: ({x: Record or number}, colour)} over powers of two, y logarithmic or (`log` False) from 0: medians of
+    """{name: ({x: Record or number}, colour)} over powers of two, y logarithmic or (`log` False) with 0: medians of
     Records with bars from p20 to p80, each curve named at its right end if `named`. `hollow`: the same, not measured by
     us: dotted, with hollow dots, named only where no other curve has the name."""
     ax.set_xscale("log", base=2)
@@ -37,7 +37,8 @@ def lines(ax: Axes, curves: Curves, hollow: Curves | None = None, log: bool = Tr
         ax.set_yscale("log")
         decimal_ticks(ax.yaxis)
     else:
-        ax.set_ylim(bottom=0)
+        lowest = min((getattr(v, "p50", v) for _, found, _, _ in both for v in found.values()), default=0)
+        ax.set_ylim(bottom=min(0, 1.15 * lowest))
     ticks = [p for p in places if p == 2 ** round(math.log2(p))]
     huge = max(ticks, default=0) > 1e5
     ax.set_xticks(ticks, [f"$2^{{{math.log2(p):.0f}}}$" if huge else f"{p:,g}" for p in ticks])
@@ -157,7 +158,7 @@ def winners(ax: Axes, ratios: np.ndarray, rows: Sequence[str], columns: Sequence
     for i, j in np.ndindex(*ratios.shape):
         if ratios[i, j] == ratios[i, j]:
             faster = max(ratios[i, j], 1 / ratios[i, j])
-            text = f"{faster:.2f}\n{notes[i, j]}" if notes and (i, j) in notes else f"{faster:.2f}"
+            text = "\n".join(x for x in (f"{faster:.2f}", (notes or {}).get((i, j))) if x)
             ax.text(j, i, text, ha="center", va="center", fontsize=8.5, color=INK if faster > 1.03 else SOFT)
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
