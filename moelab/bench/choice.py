@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from moelab.bench.grouped import contiguous_points, padded_points
 from moelab.bench.linear import linear_points
 from moelab.bench.point import Candidate, Point
 from moelab.bench.timer import BenchError, graph_samples, num_sets, require_gpu
@@ -26,7 +27,11 @@ from moelab.ops import choice
 from moelab.ops.choice import Choice, Row
 from moelab.results import Provenance, collect
 
-TABLES: Mapping[str, Callable[[], list[Point]]] = {"linear": linear_points}
+TABLES: Mapping[str, Callable[[], list[Point]]] = {
+    "linear": linear_points,
+    "grouped_gemm_padded": padded_points,
+    "grouped_gemm_contiguous": contiguous_points,
+}
 MAX_PROCESSES = 16
 
 Job = tuple[int, int]  # a point's candidate, by their places
