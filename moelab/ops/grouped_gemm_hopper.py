@@ -152,6 +152,7 @@ def grouped_hopper_kernel(
     STEPS: gl.constexpr = K // 128
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     DEPTH: gl.constexpr = STAGES - 2
+    TOGETHER: gl.constexpr = max(1, 8192 // (BLOCK_N * BLOCK_M))
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 32])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1])
@@ -234,8 +235,10 @@ def grouped_hopper_kernel(
             if complete:
                 gl.store(arrived + tile, 0)
                 acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, MMA)
-                for other in range(0, parts):
-                    acc += gl.load(sums + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+                for p in range(0, parts, TOGETHER):
+                    for i in gl.static_range(TOGETHER):  # so many loads in flight
+                        at = sums + (p + i) * (BLOCK_N * BLOCK_M)
+                        acc += gl.load(at, mask=p + i < parts, other=0.0, cache_modifier=".cg")
         n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT))
         m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
         target = out + (row + m).to(gl.int64)[None, :] * N + n[:, None]
