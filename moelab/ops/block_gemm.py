@@ -33,12 +33,10 @@ from moelab.ops.early_launch import launches_early
 from moelab.ops.fp8 import BLOCK, num_blocks
 from moelab.ops.jit import jit, tl, triton
 
-AHEAD_BYTES = 24 << 20  # weights asked for early: what the L2 of an H200 (60 MB) keeps until they are read
-
 
 class Config(NamedTuple):
-    """A tile, in how many parts K is cut, warps of a program, groups of 128 along K in one turn of its loop, and turns
-    in flight. As text: "64x16/4 w4 u2 s3"."""
+    """A tile, in how many parts K is cut, warps of a program, groups of 128 along K in one turn of its loop, turns in
+    flight, and how many MiB of the weights the L2 is asked for early. As text: "64x16/4 w4 u2 s3 a0"."""
 
     block_n: int
     block_m: int
@@ -46,16 +44,17 @@ class Config(NamedTuple):
     warps: int
     unroll: int
     stages: int
+    ahead: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_n}x{self.block_m}/{self.split} w{self.warps} u{self.unroll} s{self.stages}"
+        return f"{self.block_n}x{self.block_m}/{self.split} w{self.warps} u{self.unroll} s{self.stages} a{self.ahead}"
 
 
 @functools.cache
 def parse(text: str) -> Config:
     """The Config that `str` made this text of. Raises ValueError for any other."""
-    if not (numbers := re.fullmatch(r"(\d+)x(\d+)/(\d+) w(\d+) u(\d+) s(\d+)", text)):
-        raise ValueError(f"{text!r} is no config; one is written like '64x16/4 w4 u2 s3'")
+    if not (numbers := re.fullmatch(r"(\d+)x(\d+)/(\d+) w(\d+) u(\d+) s(\d+) a(\d+)", text)):
+        raise ValueError(f"{text!r} is no config; one is written like '64x16/4 w4 u2 s3 a0'")
     return Config(*map(int, numbers.groups()))
 
 
@@ -82,7 +81,7 @@ def block_gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tenso
     """Arguments as `moelab.ops.linear.linear` has checked them, M, N and K above 0; writes `out`."""
     rows, columns = out.shape
     depth = x.shape[1]
-    block_n, block_m, split, warps, unroll, stages = config
+    block_n, block_m, split, warps, unroll, stages, ahead = config
     tiles_m = triton.cdiv(rows, block_m)
     tiles = triton.cdiv(columns, block_n) * tiles_m
     blocks = num_blocks(depth)
@@ -92,9 +91,8 @@ def block_gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tenso
         partials = torch.empty(tiles * split * block_n * block_m, dtype=torch.float32, device=x.device)
         arrived = counters(x.device)
     early = launches_early(x)
-    ahead = 0
-    if early and weight.data_ptr() % 16 == weight.stride(0) % 16 == depth % 16 == 0:
-        ahead = max(BLOCK, AHEAD_BYTES // (columns * split) // BLOCK * BLOCK)
+    aligned = weight.data_ptr() % 16 == weight.stride(0) % 16 == depth % 16 == 0
+    ahead = (ahead << 20) // (columns * split) // BLOCK * BLOCK if early and aligned else 0
     gemm_kernel[(tiles * split,)](
         x, x_scales, weight, weight_scales, out, partials, arrived, x.stride(0), *x_scales.stride(), weight.stride(0),
         weight_scales.stride(0), out.stride(0), rows, columns, depth, tiles_m, split, ahead,

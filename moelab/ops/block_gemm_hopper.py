@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.ops.arrivals import COUNTERS, counters
-from moelab.ops.block_gemm import AHEAD_BYTES, Config
+from moelab.ops.arrivals import COUNTERS, ROUND, counters, rounds
+from moelab.ops.block_gemm import Config
 from moelab.ops.fp8 import BLOCK, num_blocks
 
 try:
@@ -32,6 +32,8 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # no Triton, or one without Gluon
     gluon = gl = hopper = mbarrier = tma = None
+
+_ROUND = None if gl is None else gl.constexpr(ROUND)
 
 # Triton 3.7 names it `barrier`.
 _barrier = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier", None)
@@ -63,22 +65,27 @@ def block_gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tenso
     """As `moelab.ops.block_gemm.block_gemm`. block_m: 32, 64 or 128; block_n: 64 or 128."""
     rows, columns = out.shape
     blocks = num_blocks(x.shape[1])
-    block_n, block_m, split, warps, unroll, stages = config
+    block_n, block_m, split, warps, unroll, stages, ahead = config
     tiles_m = -(-rows // block_m)
     tiles = -(-columns // block_n) * tiles_m
     split = min(split, blocks) if tiles <= COUNTERS else 1
+    together = 1 < split and tiles * split <= _num_sms(x.device)
     partials = arrived = out  # not touched
     if split > 1:
         partials = torch.empty(tiles * split * block_n * block_m, dtype=torch.float32, device=x.device)
-        arrived = counters(x.device)
-    ahead = max(BLOCK, AHEAD_BYTES // (columns * split) // BLOCK * BLOCK)
+        arrived = rounds(x.device) if together else counters(x.device)
     _kernel[(tiles * split,)](
         _groups(x, block_m, unroll), _boxes(x_scales.T, [unroll, block_m], 0), _groups(weight, block_n, unroll),
         weight, weight_scales, out, partials, arrived, weight.stride(0), weight_scales.stride(0), out.stride(0),
-        rows, columns, blocks, tiles_m, split, ahead,
+        rows, columns, blocks, tiles_m, split, (ahead << 20) // (columns * split) // BLOCK * BLOCK,
         BLOCK_N=block_n, BLOCK_M=block_m, GROUPS=unroll, STAGES=stages, WHOLE=split == 1, WARPS=warps,
-        num_warps=warps, launch_pdl=True,
+        SHARE=block_n // (1 << min(split.bit_length() - 1, 3)) if together else 0, num_warps=warps, launch_pdl=True,
     )  # fmt: skip
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _groups(matrix: Tensor, rows: int, groups: int) -> Any:
@@ -132,17 +139,17 @@ def _prefetch(
 
 
 @jit
-def _sum(sums, split, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """The partial sums of a tile, added in the order of K."""
+def _sum(sums, split, SIZE: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """The partial sums of a tile, SIZE values each, or of some rows of it, added in the order of K."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_M, BLOCK_M // 4], [WARPS, 1], [1, 0])
-    AT_ONCE: gl.constexpr = 2 if BLOCK_N * BLOCK_M > 4096 else 4
+    AT_ONCE: gl.constexpr = 8 if BLOCK_N * BLOCK_M <= 2048 else 4 if BLOCK_N * BLOCK_M <= 4096 else 2
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, WIDE))
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, WIDE))
     where = sums + n[:, None] * BLOCK_M + m[None, :]
     total = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, WIDE)
     for p in range(0, split, AT_ONCE):  # so many loads are under way at a time
         for i in gl.static_range(AT_ONCE):
-            at = where + (p + i) * (BLOCK_N * BLOCK_M)
+            at = where + (p + i) * SIZE
             total += gl.load(at, mask=p + i < split, other=0.0, cache_modifier=".cg")
     return total
 
@@ -166,7 +173,7 @@ def _kernel(
     x_desc, s_desc, w_desc, weight, w_scales, out, partials, arrived, w_stride, w_scales_stride, out_stride,
     num_rows, num_columns, blocks, tiles_m, split, ahead,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
     """Parts of one tile stand side by side in the grid, and so do tiles of the same weights."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 32])
@@ -183,6 +190,8 @@ def _kernel(
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
     hopper.fence_async_shared()
     _barrier()
 
@@ -192,9 +201,14 @@ def _kernel(
     row = tile % tiles_m * BLOCK_M
     first = part * blocks // split
     last = (part + 1) * blocks // split
-    _prefetch(weight, w_stride, column, num_columns, first, last, ahead, row == 0, BLOCK_N, WARPS)
+    # Boxes beyond the edge, which read nothing: they bring the descriptors to this multiprocessor.
+    _fetch_weights(w_desc, ws.index(0), ready, column, blocks, True, BYTES)
+    _fetch_rows(x_desc, s_desc, xs.index(0), ss.index(0), ready, row, blocks, True)
+    if ahead > 0:
+        _prefetch(weight, w_stride, column, num_columns, first, last, ahead, row == 0, BLOCK_N, WARPS)
     gdc_wait()
     gdc_launch_dependents()
+    mbarrier.wait(ready, 0)
     for i in gl.static_range(STAGES):
         k = first + i * GROUPS
         _fetch_weights(w_desc, ws.index(i), bars.index(i), column, k, k < last, BYTES)
@@ -234,7 +248,17 @@ def _kernel(
         m = gl.arange(0, BLOCK_M, COLUMNS)
         gl.store(sums + part * SIZE + n[:, None] * BLOCK_M + m[None, :], acc, cache_modifier=".cg")
         _barrier()  # all threads have stored before one of them says so
-        if gl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1:
-            total = _sum(sums, split, BLOCK_N, BLOCK_M, WARPS)
+        if SHARE > 0:
+            weight_here = _ROUND // split + gl.where(part == 0, _ROUND % split, 0)
+            count = gl.atomic_add(arrived + tile, weight_here, sem="acq_rel")
+            full = count - (count & (_ROUND - 1)) + _ROUND
+            count += weight_here
+            if part * SHARE < BLOCK_N:
+                while count - full < 0:
+                    count = gl.atomic_add(arrived + tile, 0, sem="acquire")
+                total = _sum(sums + part * SHARE * BLOCK_M, split, SIZE, SHARE, BLOCK_M, WARPS)
+                _put(out, total, column + part * SHARE, row, num_columns, num_rows, out_stride, SHARE, BLOCK_M, WARPS)
+        elif gl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1:
+            total = _sum(sums, split, SIZE, BLOCK_N, BLOCK_M, WARPS)
             _put(out, total, column, row, num_columns, num_rows, out_stride, BLOCK_N, BLOCK_M, WARPS)
             gl.store(arrived + tile, 0)

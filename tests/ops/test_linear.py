@@ -96,11 +96,11 @@ def test_kernel(device, shape, scale_format, config):
         assert_close(out, x, weight)
 
 
-HOPPER = [parse(text) for text in ("64x32/1 w4 u2 s3", "64x32/3 w4 u4 s2", "128x64/2 w4 u2 s2", "128x128/3 w8 u2 s2")]
+HOPPER = ("64x32/1 w4 u2 s3 a0", "64x32/3 w4 u4 s2 a8", "128x64/2 w4 u2 s2 a0", "128x128/3 w8 u2 s2 a0")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", HOPPER, ids=str)
+@pytest.mark.parametrize("config", map(parse, HOPPER), ids=str)
 @pytest.mark.parametrize("shape", [(20, 192, 512), (1, 64, 128), (17, 130, 640), (200, 320, 1152)])
 def test_hopper_kernel(gpu, shape, config):
     rows, columns, depth = shape
@@ -198,17 +198,32 @@ def test_projections_of_v3(gpu, columns, depth, rows, backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", ["64x64/4 w4 u2 s2 a0", "64x64/8 w4 u2 s2 a8", "128x64/7 w4 u2 s2 a0"])
 @pytest.mark.parametrize("kernel", [block_gemm, block_gemm_hopper.block_gemm], ids=["triton", "hopper"])
-def test_many_programs_of_split_k_give_the_same_bits(gpu, kernel):
-    x, weight, config = draw_rows(64, 7168, "column_tma", gpu), draw_weight(2112, 7168, gpu), parse("64x64/8 w4 u2 s2")
+def test_many_programs_of_split_k_give_the_same_bits(gpu, kernel, config):
+    x, weight = draw_rows(64, 7168, "column_tma", gpu), draw_weight(2112, 7168, gpu)
     first = poisoned(64, 2112, gpu)
-    kernel(*x, *weight, first, config)
+    kernel(*x, *weight, first, parse(config))
     assert_close(first, x, weight)
     for _ in range(50):
         out = poisoned(64, 2112, gpu)
-        kernel(*x, *weight, out, config)
+        kernel(*x, *weight, out, parse(config))
         assert torch.equal(out, first)
-    assert not arrivals._bank(x[0].device)[0].any()
+    bank, rows = arrivals._bank(x[0].device)
+    assert rows and not bank[0].any() and not (bank[1] % arrivals.ROUND).any()
+
+
+@pytest.mark.gpu
+def test_rounds_wrap_around(gpu):
+    x, weight = draw_rows(64, 7168, "column_tma", gpu), draw_weight(2112, 7168, gpu)
+    if not block_gemm_hopper.takes(*x, weight[0]):
+        pytest.skip("needs a Hopper GPU and a Triton with Gluon")
+    arrivals.rounds(x[0].device).fill_(2**31 - arrivals.ROUND)
+    for _ in range(3):
+        out = poisoned(64, 2112, gpu)
+        block_gemm_hopper.block_gemm(*x, *weight, out, parse("64x64/4 w4 u2 s2 a0"))
+        assert_close(out, x, weight)
+    assert (arrivals.rounds(x[0].device)[:33] == -(2**31) + 2 * arrivals.ROUND).all()
 
 
 @pytest.mark.gpu
@@ -235,16 +250,17 @@ def test_weights_and_rows_written_by_the_kernel_ahead(gpu):
 
 
 @pytest.mark.gpu
-def test_streams_side_by_side(gpu):
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_streams_side_by_side(gpu, backend):
     x, weight = draw_rows(64, 7168, "column_tma", gpu), draw_weight(576, 7168, gpu)
-    want = linear(x, weight, backend="triton")
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    want = linear(x, weight, backend=backend)
+    streams = [torch.cuda.Stream() for _ in range(5)]
     torch.cuda.synchronize()
     outs = []
     for _ in range(30):
         for stream in streams:
             with torch.cuda.stream(stream):
-                outs.append(linear(x, weight, backend="triton"))
+                outs.append(linear(x, weight, backend=backend))
     torch.cuda.synchronize()
     assert all(torch.equal(out, want) for out in outs)
 
@@ -284,7 +300,7 @@ def table(tmp_path, monkeypatch):
 @pytest.mark.gpu
 def test_the_table_decides(gpu, table):
     x, weight = draw_rows(4, 512, "column_tma", gpu), draw_weight(192, 512, gpu)
-    measured = Choice("deep_gemm", "", 5.0), Choice("triton", "64x16/2 w4 u1 s3", 6.0)
+    measured = Choice("deep_gemm", "", 5.0), Choice("triton", "64x16/2 w4 u1 s3 a0", 6.0)
     calls = table(*(Row(0, 192, 512, 8, one) for one in measured))
     assert (linear(x, weight) == 7).all() and len(calls) == 1
     by_row = (x[0], x[1].contiguous())  # scales that DeepGEMM would transpose first
