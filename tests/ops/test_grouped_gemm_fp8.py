@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from moelab.ops import deep_gemm
 from moelab.ops import grouped_gemm_fp8 as op
 from moelab.ops.checks import OpError
+from moelab.ops.choice import Choice
 from moelab.ops.grouped_gemm_fp8 import Config, default_config, expert_of_row, grouped_gemm_fp8
 from moelab.ops.layout import segment_starts
 from tests.ops.grouped_checks import assert_product, draw, poisoned_out
@@ -88,6 +91,34 @@ def test_where_rows_belong(device):
         for e, (start, count) in enumerate(zip(segment_starts(counts).tolist(), counts.tolist(), strict=True)):
             want[start : start + count] = e
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("layout", "table"), [((4, 256, 384), op.PADDED), ((1024, 384), op.CONTIGUOUS)])
+def test_what_runs_is_what_the_table_says(monkeypatch, layout, table):
+    asked, found = [], {}
+
+    def pick(name, device, n, k, m, groups, backends):
+        asked.append((name, n, k, m, groups, backends))
+        return next((found[b] for b in backends if b in found), None)
+
+    monkeypatch.setattr(op.choice, "pick", pick)
+    monkeypatch.setattr(op.deep_gemm, "reason", lambda: None)
+    w = SimpleNamespace(shape=(4, 256, 384))
+
+    def choose(backend="auto", config=None, shape=layout):
+        values = SimpleNamespace(shape=shape, dim=lambda: len(shape), is_cuda=True, device="cuda")
+        return op._choose(backend, config, values, w, 16)
+
+    assert choose() == ("triton", default_config(16))
+    assert asked[-1] == (table, 256, 384, 16, 4, ("deep_gemm", "triton"))
+    found["triton"] = Choice("triton", str(SMALL), 1.0)
+    assert choose() == ("triton", SMALL) and choose(config=default_config(64)) == ("triton", default_config(64))
+    found["deep_gemm"] = Choice("deep_gemm", "", 0.5)
+    assert choose() == ("deep_gemm", None) and choose("triton") == ("triton", SMALL)
+    uneven = (*layout[:-2], layout[-2] + 64, 384)  # a tile of DeepGEMM could hang over the end of the room
+    assert choose(shape=uneven) == ("triton", SMALL)
+    monkeypatch.setattr(op.deep_gemm, "reason", lambda: "not here")
+    assert choose() == ("triton", SMALL)
 
 
 # What only a GPU can show.
