@@ -22,8 +22,8 @@ the way through registers of the left group, loaded two tiles ahead, and are put
 
 On an H200, 5000 rows, 2 queries, batch 128: 128 heads 631 to 703 µs (FlashInfer beside it 638 to 656; the GPU's power
 limit spreads both), of which the tensor cores work some 375 at 1.78 GHz; 16 heads 190 µs (FlashInfer 217 to 224), 3.9
-TB/s. In FP8 869 and 220 µs: the way through registers costs more than half the bytes save. Eight warps in step, the
-softmax shared among them and the scores with it, took 8 to 15 % longer.
+TB/s. In FP8 869 and 220 µs: that form saves memory, not time. Eight warps in step, the scores and the softmax shared
+among them, took 8 to 15 % longer.
 
 The names `gl`, `hopper` and so on are None where Triton or its Gluon is missing; nobody then calls what is here.
 """
