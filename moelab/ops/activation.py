@@ -129,8 +129,8 @@ def _num_programs(device: torch.device) -> int:
 
 @jit
 def _sigmoid(x, CUDA: tl.constexpr):
-    """1 / (1 + exp(−x)) to a few units in the last place; below −87.3, where that is denormal, 0, which shows only beside
-    an `up` above 1e26. As PTX: x · sigmoid(x) is then five instructions, against twelve of Triton's division."""
+    """1 / (1 + exp(−x)) to a few units in the last place; below −87.3, where that is denormal, 0, which only an `up`
+    above 1e26 would show. As PTX: x · sigmoid(x) is then five instructions, against twelve of Triton's division."""
     if CUDA:
         return tl.inline_asm_elementwise(
             "{ mul.f32 $0, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, $0; add.f32 $0, $0, 0f3F800000;"
