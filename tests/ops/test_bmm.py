@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moelab.ops import bmm as module
 from moelab.ops.bmm import bmm, bmm_reference, split_kv_b
 from moelab.ops.checks import OpError
 from moelab.ops.fp8 import dequantize_block, quantize_block
@@ -75,12 +76,25 @@ def test_kernel_on_what_fp8_holds(device, shape):
     assert_product(out, x, weight, scales)
 
 
+def test_several_tiles_pass_weights_that_are_kept(device, monkeypatch):
+    monkeypatch.setattr(module, "_on_hopper", lambda *sizes: False)
+    monkeypatch.setattr(module, "_config", lambda *sizes: module._as_config(64, 2, 256, 4, 2))
+    x = draw_representable(200, 2, 128)
+    weight, scales = (t.to(device) for t in draw_weight(2, 512, 128))
+    out = poisoned(200, 2, 512, device=device)
+    bmm(x.to(device), weight, scales, out)
+    assert_product(out, x, weight, scales)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("on_hopper", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 63, 64, 65, 128, 200, 256, 257, 1024])
 @pytest.mark.parametrize(
     ("heads", "columns", "depth"), [(128, 512, 128), (128, 128, 512), (16, 512, 128), (16, 128, 512)]
 )
-def test_kernel_on_random_activations(gpu, tokens, heads, columns, depth):
+def test_kernels_on_random_activations(gpu, monkeypatch, tokens, heads, columns, depth, on_hopper):
+    """Both kernels at every size, whichever would be chosen."""
+    monkeypatch.setattr(module, "_on_hopper", lambda *sizes: on_hopper)
     x = (torch.randn(tokens, heads, depth) * torch.logspace(-3, 3, tokens)[:, None, None]).bfloat16()
     weight, scales = (t.to(gpu) for t in draw_weight(heads, columns, depth))
     out = poisoned(tokens, heads, columns, device=gpu)
@@ -88,9 +102,11 @@ def test_kernel_on_random_activations(gpu, tokens, heads, columns, depth):
     assert_product(out, dequantize_rows(*quantize_reference(x)), weight, scales)
 
 
-def test_slices_in_and_out(device):
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_slices_in_and_out(device, monkeypatch, on_hopper):
     """q_nope lies in rows of 192 behind q_b, the latent query in rows of 576 before MLA; what lies beside is neither
     read nor written. The row after the last token is poison too."""
+    monkeypatch.setattr(module, "_on_hopper", lambda *sizes: on_hopper)
     weight, scales = (t.to(device) for t in draw_weight(2, 512, 128))
     q = poisoned(7, 2, 192)
     q[:6, :, :128] = draw_representable(6, 2, 128)
@@ -100,17 +116,22 @@ def test_slices_in_and_out(device):
     assert query[:6, :, 512:].isnan().all() and query[6].isnan().all()
 
 
-def test_heads_before_tokens(device):
-    weight, scales = (t.to(device) for t in draw_weight(2, 128, 256))
-    x = draw_representable(2, 5, 256).transpose(0, 1)
-    out = poisoned(2, 5, 128, device=device).transpose(0, 1)
+@pytest.mark.parametrize(("columns", "depth"), [(128, 256), (512, 128)])
+def test_heads_before_tokens(device, monkeypatch, columns, depth):
+    """Which the Hopper kernel does not take."""
+    monkeypatch.setattr(module, "_on_hopper", lambda *sizes: True)
+    weight, scales = (t.to(device) for t in draw_weight(2, columns, depth))
+    x = draw_representable(2, 5, depth).transpose(0, 1)
+    out = poisoned(2, 5, columns, device=device).transpose(0, 1)
     bmm(x.to(device), weight, scales, out)
     assert_product(out, x, weight, scales)
 
 
-def test_a_token_with_nan_spoils_no_other(device):
-    weight, scales = (t.to(device) for t in draw_weight(2, 128, 256))
-    x = draw_representable(5, 2, 256)
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_a_token_with_nan_spoils_no_other(device, monkeypatch, on_hopper):
+    monkeypatch.setattr(module, "_on_hopper", lambda *sizes: on_hopper)
+    weight, scales = (t.to(device) for t in draw_weight(2, 128, 512))
+    x = draw_representable(5, 2, 512)
     clean = bmm(x.to(device), weight, scales)
     x[1, 0, 3], x[3, 1, 200] = float("nan"), float("inf")
     got = bmm(x.to(device), weight, scales)
