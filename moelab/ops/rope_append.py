@@ -7,7 +7,7 @@ of 576 that MLA decode reads.
 
 The arithmetic is that of `moelab.ops.rope`, product by product without fused multiply-add, and of
 `moelab.ops.quantize` for a cache in FP8: the results are the same bit for bit. At 256 tokens × 128 heads it moves 9 MB,
-nearly all of it queries.
+nearly all of it queries, in pieces of 128 bytes: 4.1 µs on an H200, and 1.0 at 16 tokens.
 """
 
 from __future__ import annotations
