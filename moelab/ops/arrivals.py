@@ -1,8 +1,10 @@
 """Counters by which programs that share a tile know who finishes it, and the rule under which they may be shared.
 
-With split-K several programs leave float32 partial sums of one tile and count themselves; the last to arrive adds the
-sums, always in the order of K, so the result does not depend on who was last, and sets its counter back to 0. Nobody
-waits for anybody. A kernel finds all counters at 0 and leaves them so, which a CUDA graph repeats at every replay.
+With split-K several programs leave float32 partial sums of one tile and count themselves. Either the last to arrive
+adds the sums and sets its counter back to 0 (`counters`: nobody waits for anybody), or all wait until all are there and
+each adds a share of the tile (`rounds`: for kernels all of whose programs run at once). Always in the order of K, so
+the result does not depend on who was last. Counters are left as the next launch wants them, which a CUDA graph repeats
+at every replay.
 
 Two kernels that run at the same time must not count on the same counters. So there is one row of them per device and
 stream; a graph keeps the row of the stream it was captured on. What follows for the caller: graphs that were captured

@@ -3,13 +3,14 @@
     out[t, n] = Σ_s xscale[t, s] · wscale[⌊n/128⌋, s] · Σ_{k in s} x[t, k] · w[n, k]        s: groups of 128 along K
 
 (arXiv 2412.19437, section 3.3). Products of one group are added by the tensor cores, groups in float32; one rounding,
-to bfloat16. Two backends do it: DeepGEMM (`moelab.ops.deep_gemm`, Hopper, optional) and the Triton kernel of
-`moelab.ops.block_gemm`, which cuts K so that few tokens use the whole GPU. CPU tensors take plain torch.
+to bfloat16. Three backends do it: `deep_gemm` (`moelab.ops.deep_gemm`; Hopper, optional), and two kernels of ours that
+cut K so that few tokens use the whole GPU, `hopper` (`moelab.ops.block_gemm_hopper`) and `triton`
+(`moelab.ops.block_gemm`; any GPU, any operands). CPU tensors take plain torch.
 
-Which of the two runs, and with which config, is read from the measured table of `moelab.ops.choice` ("linear"). For a
-GPU or (N, K) that is not in it the default is: the Triton kernel with `default_config` up to 64 tokens; beyond that
-DeepGEMM where it can be used, else the Triton kernel. DeepGEMM is only taken for what it reads without another launch:
-scales in the `column_tma` format, contiguous operands, K a multiple of 128 and N of 16.
+Which one runs, and with which config, is read from the measured table of `moelab.ops.choice` ("linear"). For a GPU or
+(N, K) that is not in it the default is DeepGEMM above 64 tokens; else, and where it cannot be used, `hopper`; else
+`triton`; ours with `default_config`. A backend is taken only for operands that it reads as they are: `deep_gemm` and
+`hopper` want scales in the `column_tma` format and K a multiple of 128.
 
 A step's projections of one input can be one launch: `merge_weights` puts the rows of several weights below one another.
 DeepSeek's q_a and kv_a, 7168 → 1536 and 576, become 7168 → 2112 so ("qkv_a"); 1536 is a multiple of 128, so no block of
@@ -83,11 +84,10 @@ def merge_weights(weights: Sequence[Quantized]) -> Quantized:
 
 def default_config(rows: int, columns: int, depth: int) -> Config:
     """Of our kernels, where nothing was measured: tiles of 64 weight rows, of as many tokens as there are from 32 to
-    64, and K cut so that two programs a streaming multiprocessor of an H200 (132) have work, each for 4 groups of 128
-    or more."""
+    64, and K cut so that each of an H200's 132 multiprocessors has a program, with 4 groups of 128 or more."""
     block_m = min(64, max(32, 1 << (rows - 1).bit_length()))
     tiles = -(-columns // 64) * -(-rows // block_m)
-    split = max(1, min(264 // tiles, num_blocks(depth) // 4, 16))
+    split = max(1, min(132 // tiles, num_blocks(depth) // 4, 14))
     return Config(64, block_m, split, 4, 2, 3)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moelab.bench import linear as bench
+from moelab.ops import block_gemm, block_gemm_hopper
 from moelab.ops.block_gemm import parse
 from moelab.ops.fp8 import dequantize_block
 from moelab.ops.layout import dequantize_rows
@@ -29,12 +30,28 @@ def test_the_two_launches_that_merging_saves_give_the_same():
 
 
 def test_every_case_has_a_point_with_configs_that_can_be_written():
-    settings = {(c.params["n"], c.params["k"], c.params["m"]) for c in bench.linear_cases(False)}
+    shapes = {(c.params["n"], c.params["k"]) for c in bench.linear_cases(False)}
+    most = max(c.params["m"] for c in bench.linear_cases(False))
     points = bench.linear_points()
-    assert settings == {(p.n, p.k, p.m) for p in points} and len(points) == len(settings) == 14 * 14
+    assert {(p.n, p.k, p.m) for p in points} == {(n, k, m) for n, k in shapes for m in bench.TABLE_TOKENS}
+    assert len(points) == len(shapes) * len(bench.TABLE_TOKENS) and max(bench.TABLE_TOKENS) == most
     for point in points:
-        configs = [c.config for c in point.candidates if c.backend == "triton"]
-        assert len(configs) == len(set(configs)) > 1 and all(str(parse(config)) == config for config in configs)
+        ours = [(c.backend, c.config) for c in point.candidates if c.backend != "deep_gemm"]
+        assert len(ours) == len(set(ours)) and all(str(parse(config)) == config for _, config in ours)
+        assert ours or point.m > bench.MANY
+
+
+@pytest.mark.parametrize("m", bench.TABLE_TOKENS)
+@pytest.mark.parametrize(("n", "k"), bench.SHAPES)
+def test_configs_of_a_sweep_fit_an_h200(m, n, k):
+    for config in block_gemm_hopper.sweep(m, n, k):
+        box = (config.block_n + config.block_m) * 128 + config.block_m * 4
+        assert box * config.unroll * config.stages < 227 * 1024
+        assert config.block_m >= min(m, 64) and config.split <= k // 512
+    if m <= bench.MANY:
+        for config in block_gemm.sweep(m, n, k):
+            assert (config.block_n + config.block_m) * 128 * config.unroll * config.stages < 227 * 1024
+            assert config.block_m >= m and config.split <= k // 512
 
 
 @pytest.mark.gpu
