@@ -61,7 +61,8 @@ def quantize_reference(x: Tensor, power_of_two: bool = False) -> Quantized:
     columns = x.shape[-1]
     groups = pad(x.float(), (0, -columns % BLOCK)).unflatten(-1, (num_blocks(columns), BLOCK))
     amax = groups.abs().amax(-1)
-    scales = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+    # By a tensor: dividing one on a GPU by a number, torch multiplies by its reciprocal, which is not the same.
+    scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, E4M3_MAX)
     if power_of_two:
         scales = _ceil_power_of_two(scales)
     scales = torch.where(amax.isfinite(), scales, float("nan"))
