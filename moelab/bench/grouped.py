@@ -6,8 +6,9 @@ the tokens' experts are drawn, any 8 of 256 alike and always the same ("drawn"),
 GPU's experts woke. Rows stand in the room of the deployment, DP · 128 requests · q. Bytes and FLOP are those of
 populated rows and of the experts that have some.
 
-The dispatcher's tables (`moelab.ops.choice`) have the same groups and shapes, and equal counts: 1, 2, 4 … rows up to
-those of the largest batch; fewer for the contiguous layout.
+The dispatcher's tables (`moelab.ops.choice`) have the same groups and shapes, and 1, 2, 4 … rows an expert up to those
+of the largest batch; fewer for the contiguous layout. Counts are equal from 4 rows on. Below, real ones are so unequal
+that experts are without rows, and a choice that is best for equal ones loses more than it gains: they are drawn.
 
 "moelab" is the dispatcher, which picks one of the others by a measured table. DeepGEMM is called directly, with counts
 that it can trust, or the expert of each row at hand.
@@ -91,23 +92,17 @@ def padded_points() -> list[Point]:
 
 def contiguous_points() -> list[Point]:
     """Of the table "grouped_gemm_contiguous"."""
-    return [
-        _point(EXPERTS // ep, m, name, None)
-        for ep in EPS
-        for name in SHAPES
-        for m in (16, 128, 512, 2048, 8192)
-        if m * EXPERTS // ep <= 1 << 16
-    ]
+    return [_point(EXPERTS // ep, m, name, None) for ep in EPS for name in SHAPES for m in (16, 128, 1024)]
 
 
 def _point(groups: int, m: int, name: str, room: int | None) -> Point:
     n, k = SHAPES[name]
-    counts = equal_counts(groups, m)
+    counts = equal_counts(groups, m) if m >= 4 else drawn_counts(m * EXPERTS // TOP_K, groups)
 
     def run(backend: str, config: Config | None = None):
         return lambda i: grouped_gemm_fp8(i["rows"], i["weight"], i["counts"], i["out"], m, backend, config)
 
-    candidates = [Candidate("triton", str(c), f"triton {n} {k} {c}", run("triton", c)) for c in sweep(m)]
+    candidates = [Candidate("triton", str(c), f"triton {n} {k} {c}", run("triton", c)) for c in sweep(groups, m)]
     if deep_gemm.reason() is None:
         candidates.append(Candidate("deep_gemm", "", f"deep_gemm {groups} {n} {k} {m}", run("deep_gemm")))
     return Point(groups, n, k, m, candidates, lambda device: draw(counts, n, k, room, device), _bytes(counts, n, k))

@@ -7,10 +7,15 @@ counts[e] populated ("masked" in DeepGEMM's words), or contiguous, [R, K] with e
 `segment_starts(counts)[e]` on. Counts stay on the device, so a captured graph follows them, and a count beyond the room
 stands for the room.
 
-Two backends: DeepGEMM (`moelab.ops.deep_gemm`), and our Triton kernel (`moelab.ops.grouped_gemm_kernel`), which needs
-nothing else. Which one is taken, and with which tiles, was measured (`moelab.ops.choice`). Triton neither reads nor
-writes rows beyond a count. DeepGEMM works on whole tiles of up to 128 rows: it reads the rows behind the last, which
-touch no other row, and leaves undefined values in theirs of `out`, within the expert's own room.
+Two backends: DeepGEMM (`moelab.ops.deep_gemm`), and our Triton, which needs nothing else and has two kernels: a plain
+one (`moelab.ops.grouped_gemm_kernel`), and one in Gluon for Hopper (`moelab.ops.grouped_gemm_hopper`). Which is taken,
+with which tiles, was measured (`moelab.ops.choice`, tables "grouped_gemm_padded" and "grouped_gemm_contiguous"). For a
+GPU or (experts, N, K) that is not in a table it is DeepGEMM from 128 rows an expert on, where it can be used, and else
+the plain Triton kernel with `default_config`. On an H200 ours are the faster ones up to 32 rows an expert, but for the
+gate and up projection of two experts; from 128 rows on they take up to twice as long as DeepGEMM.
+
+Triton neither reads nor writes rows beyond a count. DeepGEMM works on whole tiles of up to 128 rows: it reads the rows
+behind the last, which touch no other row, and leaves undefined values in theirs of `out`, within the expert's own room.
 """
 
 from __future__ import annotations
@@ -71,6 +76,9 @@ class Config:
         return cls(*map(int, numbers), hopper=bool(hopper))
 
 
+_parsed = functools.cache(Config.parse)
+
+
 def grouped_gemm_fp8(
     rows: Pair, weight: Pair, counts: Tensor, out: Tensor | None = None, expected_m: int | None = None,
     backend: str = "auto", config: Config | None = None,
@@ -82,8 +90,8 @@ def grouped_gemm_fp8(
 
     `expected_m`: about how many rows an expert with rows has, for the choice of tiles; a wrong one costs time only.
     Without it R/E in the contiguous layout, and 64, or M if that is less, in the padded one. `backend`: "auto" takes
-    the measured choice; DeepGEMM wants scales in "column_tma" (it transposes others at every call), and M, or R, a
-    multiple of 128. `config`: of the Triton kernel, which without one takes the measured, or else `default_config`.
+    the measured choice; DeepGEMM wants scales in "column_tma" (it would transpose others at every call), N a multiple
+    of 16, K and M, or R, of 128. `config`: of "triton", which without one takes the measured, or else `default_config`.
 
     Raises OpError for an argument that is not accepted, DeepGemmError where DeepGEMM is demanded and cannot be used.
     """
@@ -93,13 +101,14 @@ def grouped_gemm_fp8(
     values, (w, _) = rows[0], weight
     if 0 in values.shape or 0 in w.shape:
         return out
+    on_gpu = values.device.type == "cuda"
+    require(backend != "deep_gemm" or on_gpu, "backend", f"'deep_gemm' on {values.device}", "'auto' there")
     if not runs_on(grouped_kernel, values):
-        require(backend != "deep_gemm", "backend", repr(backend), "'auto' for tensors on the CPU")
         return _reference(rows, weight, counts, out)
     if expected_m is None:
         expected_m = min(values.shape[1], 64) if values.dim() == 3 else max(1, values.shape[0] // w.shape[0])
     if backend != "triton" or config is None:
-        backend, config = _choose(backend, config, values, w, expected_m)
+        backend, config = _choose(backend, config, rows, w, expected_m)
     if backend == "deep_gemm":
         return _deep_gemm(rows, weight, counts, out, expected_m)
     return _triton(rows, weight, counts, out, config)
@@ -107,21 +116,27 @@ def grouped_gemm_fp8(
 
 def default_config(expected_m: int) -> Config:
     """Of the Triton kernel where no table speaks: one tile holds the rows of an expert, up to 128."""
-    block_m = min(128, max(16, triton.next_power_of_2(expected_m)))
-    if block_m == 128:
-        return Config(128, 128, 4, 8, 1, 4)
-    return Config(128, block_m, 5 if block_m == 16 else 4, 4, 2, 4)
-
-
-def sweep(expected_m: int) -> list[Config]:
-    """What is tried at a point of the measured table."""
     if expected_m <= 16:
-        return [Config(*c) for c in ((128, 16, 6, 4, 2, 4), (128, 16, 6, 4, 2, 0), (64, 16, 5, 4, 4, 0))]
+        return Config(64, 16, 5, 4, 4, 4)
     if expected_m <= 32:
-        return [Config(*c) for c in ((128, 32, 5, 4, 2, 4), (128, 32, 5, 4, 2, 0), (64, 32, 4, 4, 4, 4))]
-    if expected_m <= 64:
-        return [Config(*c) for c in ((128, 64, 4, 4, 2, 4), (128, 64, 4, 4, 2, 0), (128, 32, 4, 4, 2, 4))]
-    return [Config(*c) for c in ((64, 128, 4, 4, 2, 4), (128, 64, 4, 4, 2, 4))]
+        return Config(128, 32, 5, 4, 2, 4)
+    return Config(128, 64, 4, 4, 2, 4) if expected_m <= 64 else Config(64, 128, 4, 4, 2, 0)
+
+
+def sweep(groups: int, expected_m: int) -> list[Config]:
+    """What is tried at a point of the measured table: what was among the best at some point near it on an H200."""
+    few = groups <= 4  # too few tiles, unless they are small or cut
+    if expected_m <= 16:
+        names = ["h64x16/s10w4p2l8", "h128x16/s6w4p2l0", "64x16/s5w4p4l0"] + few * ["h64x16/s10w4p2l0"]
+    elif expected_m <= 32:
+        names = ["h64x32/s8w4p2l6", "h128x32/s10w4p1l8", "128x32/s5w4p2l4"] + [
+            "h128x16/s6w4p2l0" if few else "h128x32/s5w4p2l0"
+        ]
+    elif expected_m <= 64:
+        names = ["h64x64/s6w4p2l4", "h64x64/s6w4p2l0", "128x64/s4w4p2l0"] + few * ["h128x32/s5w4p2l0"]
+    else:
+        names = ["64x128/s4w4p2l0", "h128x128/s6w8p1l7"] + few * ["h64x64/s6w4p2l4"]
+    return [Config.parse(name) for name in names]
 
 
 def expert_of_row(counts: Tensor, num_rows: int) -> Tensor:
@@ -158,7 +173,7 @@ def _check(rows: Pair, weight: Pair, counts: Tensor, out: Tensor | None) -> Tens
     check_tensor("counts", counts, (experts,), (torch.int32,), values)
     for name, tensor in (("rows[0]", values), ("weight[0]", w), ("weight[1]", w_scales), ("counts", counts)):
         _require_contiguous(name, tensor)
-    require(k % 16 == 0, "rows[0]'s K", k, "a multiple of 16")
+    require(k > 0 and k % 16 == 0, "rows[0]'s K", k, "a positive multiple of 16")
     require(isinstance(scales, Tensor), "rows[1]", f"a {type(scales).__name__}", "a tensor")
     shape = scales_shape(tuple(values.shape), "row")
     require(scales.dtype == torch.float32, "rows[1]'s dtype", scales.dtype, "float32")
@@ -184,24 +199,31 @@ def _strides(rows_shape: tuple[int, ...], scale_format: str) -> tuple[int, ...]:
 
 
 def _choose(
-    backend: str, config: Config | None, values: Tensor, w: Tensor, expected_m: int
-) -> tuple[str, Config | None]:
+    backend: str, config: Config | None, rows: Pair, w: Tensor, expected_m: int
+) -> tuple[str, Config | None]:  # fmt: skip
     """The measured choice among what is allowed and possible."""
-    experts, n, k = w.shape
-    op = PADDED if values.dim() == 3 else CONTIGUOUS
-    whole = values.shape[-2] % BLOCK == 0
-    if backend == "deep_gemm":
-        # A tile that hangs over the end of the room would be written into the next expert's rows.
-        require(whole, f"rows[0]'s {'M' if op == PADDED else 'R'}", values.shape[-2],
-                "a multiple of 128 with backend 'deep_gemm'")  # fmt: skip
-        return "deep_gemm", None
+    values, scales = rows
     if not values.is_cuda:
         return "triton", config or default_config(expected_m)
-    possible = ("triton",) if backend == "triton" or not whole or deep_gemm.reason() else ("deep_gemm", "triton")
-    found = choice.pick(op, values.device, n, k, expected_m, experts, possible)
+    padded = values.dim() == 3
+    experts, n, k = w.shape
+    # A tile that hangs over the end of the room would be written into the next expert's rows.
+    wanted = (
+        (f"rows[0]'s {'M' if padded else 'R'}", values.shape[-2], values.shape[-2] % BLOCK == 0, "a multiple of 128"),
+        ("rows[0]'s K", k, k % BLOCK == 0, "a multiple of 128"),
+        ("weight[0]'s N", n, n % 16 == 0, "a multiple of 16"),
+        ("rows[1]'s strides", scales.stride(), scales.stride(-2) == 1, "the format column_tma"),
+    )
+    if backend == "deep_gemm":
+        for name, value, ok, accepted in wanted:
+            require(ok, name, value, f"{accepted} with backend 'deep_gemm'")
+        return "deep_gemm", None
+    able = backend == "auto" and all(ok for _, _, ok, _ in wanted) and deep_gemm.reason() is None
+    possible = ("deep_gemm", "triton") if able else ("triton",)
+    found = choice.pick(PADDED if padded else CONTIGUOUS, values.device, n, k, expected_m, experts, possible)
     if found is None:
-        return "triton", config or default_config(expected_m)
-    return found.backend, config or (Config.parse(found.config) if found.backend == "triton" else None)
+        return "deep_gemm" if able and expected_m >= BLOCK else "triton", config or default_config(expected_m)
+    return found.backend, config or (_parsed(found.config) if found.backend == "triton" else None)
 
 
 def _reference(rows: Pair, weight: Pair, counts: Tensor, out: Tensor) -> Tensor:

@@ -11,6 +11,10 @@ and the tensor cores have one more to do. The ring holds STAGES steps of weights
 is asked for when product s starts, in the place of s − 2, which every warp is then through with; near the end of a tile
 that is a step of the program's next tile, so the ring does not run dry between tiles. Weights come by TMA, rows and
 their scales by masked copies: rows beyond a count are not read.
+
+On an H200 it takes 1 to 12 % less time than the Triton kernel up to 64 rows an expert (32 experts of 32 rows, 2048 →
+7168: 118 µs and 123; 2 of 64: 12.2 and 14.4), where weights are most of the work. Beyond, it is bound by something that
+was not found (0.9 µs a step of 128 × 128, products alone 0.29), and no better.
 """
 
 from __future__ import annotations
@@ -127,7 +131,8 @@ def _start(ring, j, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.con
     slot = j % STAGES
     async_copy.wait_group(STAGES - 3)
     mbarrier.wait(bars.index(slot), j // STAGES & 1)
-    _barrier()  # rows that other threads copied; as in CUTLASS and Triton, copies need no fence before wgmma
+    hopper.fence_async_shared()  # rows are copied by threads, and read by the tensor cores
+    _barrier()
     zeros = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, MMA)
     return hopper.warpgroup_mma(ws.index(slot), xs.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
 

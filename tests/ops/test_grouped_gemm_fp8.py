@@ -12,7 +12,7 @@ from moelab.ops import grouped_gemm_fp8 as op
 from moelab.ops.checks import OpError
 from moelab.ops.choice import Choice
 from moelab.ops.grouped_gemm_fp8 import Config, default_config, expert_of_row, grouped_gemm_fp8
-from moelab.ops.layout import segment_starts
+from moelab.ops.layout import empty_scales, segment_starts
 from tests.ops.grouped_checks import assert_product, draw, poisoned_out
 
 COUNTS = [0, 3, 0, 20, 1, 0]  # empty experts at both ends, a full one
@@ -105,18 +105,23 @@ def test_what_runs_is_what_the_table_says(monkeypatch, layout, table):
     monkeypatch.setattr(op.deep_gemm, "reason", lambda: None)
     w = SimpleNamespace(shape=(4, 256, 384))
 
-    def choose(backend="auto", config=None, shape=layout):
+    def choose(backend="auto", config=None, shape=layout, expected_m=16, scale_format="column_tma"):
         values = SimpleNamespace(shape=shape, dim=lambda: len(shape), is_cuda=True, device="cuda")
-        return op._choose(backend, config, values, w, 16)
+        return op._choose(backend, config, (values, empty_scales(shape, scale_format, "meta")), w, expected_m)
 
     assert choose() == ("triton", default_config(16))
     assert asked[-1] == (table, 256, 384, 16, 4, ("deep_gemm", "triton"))
+    assert choose(expected_m=128)[0] == "deep_gemm" and choose("triton", expected_m=128)[0] == "triton"
     found["triton"] = Choice("triton", str(SMALL), 1.0)
     assert choose() == ("triton", SMALL) and choose(config=default_config(64)) == ("triton", default_config(64))
     found["deep_gemm"] = Choice("deep_gemm", "", 0.5)
     assert choose() == ("deep_gemm", None) and choose("triton") == ("triton", SMALL)
     uneven = (*layout[:-2], layout[-2] + 64, 384)  # a tile of DeepGEMM could hang over the end of the room
-    assert choose(shape=uneven) == ("triton", SMALL)
+    assert choose(shape=uneven) == choose(scale_format="row") == ("triton", SMALL)
+    with pytest.raises(OpError, match=r"rows\[0\]'s [MR] is \d+: accepted: a multiple of 128 with backend 'deep_gemm'"):
+        choose("deep_gemm", shape=uneven)
+    with pytest.raises(OpError, match=r"rows\[1\]'s strides .* the format column_tma with backend 'deep_gemm'"):
+        choose("deep_gemm", scale_format="row")
     monkeypatch.setattr(op.deep_gemm, "reason", lambda: "not here")
     assert choose() == ("triton", SMALL)
 
@@ -158,7 +163,7 @@ def test_every_default_tile_with_every_way_to_share(gpu, m, least):
     check(draw("padded", counts, 712, 2064, gpu, 2 * m), config=config)
 
 
-HOPPER = ["h128x128/s6w8p1l8", "h128x64/s4w4p2l2", "h128x16/s6w4p2l4", "h64x32/s6w4p3l0", "h64x128/s4w4p2l3"]
+HOPPER = ["h128x128/s6w8p1l7", "h64x64/s6w4p2l4", "h128x16/s6w4p2l0", "h64x32/s8w4p2l6", "h64x16/s10w4p2l8"]
 
 
 @pytest.mark.gpu
@@ -313,12 +318,14 @@ def test_what_is_refused(changed, message):
 def test_what_else_is_refused():
     with pytest.raises(OpError, match="backend is 'cublas': accepted: 'auto', 'deep_gemm', 'triton'"):
         grouped_gemm_fp8(*arguments(), backend="cublas")
+    with pytest.raises(OpError, match="backend is 'deep_gemm' on cpu: accepted: 'auto' there"):
+        grouped_gemm_fp8(*arguments(), backend="deep_gemm")
     with pytest.raises(OpError, match="expected_m is 0"):
         grouped_gemm_fp8(*arguments(), expected_m=0)
     with pytest.raises(OpError, match=r"rows is a Tensor: accepted: a pair \(values, scales\)"):
         grouped_gemm_fp8(arguments()[0][0], *arguments()[1:])
     rows, weight, counts, _ = draw("padded", [2], 16, 24, "cpu", 4)
-    with pytest.raises(OpError, match=r"rows\[0\]'s K is 24: accepted: a multiple of 16"):
+    with pytest.raises(OpError, match=r"rows\[0\]'s K is 24: accepted: a positive multiple of 16"):
         grouped_gemm_fp8(rows, weight, counts)
     with pytest.raises(OpError, match="config is 'fast'"):
         Config.parse("fast")
