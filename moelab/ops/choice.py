@@ -12,7 +12,8 @@ backends still finds the best of the others.
 How it is read: the points of (groups, n, k) must be there exactly. Of them the one with the same m counts, else the
 next larger m, else the largest; there the fastest of the backends that can be used. Where (groups, n, k) or the GPU is
 not in the table, `pick` returns None and the op takes the default that it states. As with Records, tables of the user's
-folder (by default ./records) come before the package's; a (groups, n, k) is taken whole from the first that has it.
+folder (./records, or what a command's --records says: `use_records`) come before the package's; a (groups, n, k) is
+taken whole from the first that has it.
 
 A look-up is a dictionary and a bisection on the host: it needs shapes only, so a captured graph keeps its choice.
 """
@@ -66,8 +67,9 @@ def pick(
 ) -> Choice | None:  # fmt: skip
     """The fastest of `backends` at a point, by the rule above; None where the table has none.
 
-    `device`: a CUDA device. `directory`: the user's folder of records, by default ./records, read once per process."""
-    table = tables(op, device, directory or DEFAULT_RECORDS)
+    `device`: a CUDA device. `directory`: the user's folder of records, by default that of `use_records`; read once per
+    process."""
+    table = tables(op, device, directory or _own[0])
     if (points := table.get((groups, n, k))) is None:
         return None
     where, choices = points
@@ -75,6 +77,14 @@ def pick(
         if choice.backend in backends:
             return choice
     return None
+
+
+_own = [DEFAULT_RECORDS]
+
+
+def use_records(directory: Path) -> None:
+    """From now on the user's tables are those of this folder, in this process."""
+    _own[0] = directory
 
 
 Points = tuple[list[int], list[list[Choice]]]  # every m, rising; the choices there, fastest first

@@ -65,6 +65,14 @@ def test_the_own_table_replaces_a_whole_shape_and_no_other(folders):
     assert picked(folders, 8, n=64).config == "p"
 
 
+def test_the_folder_of_a_command(folders, monkeypatch):
+    monkeypatch.setattr(choice, "_own", [folders[1]])
+    put(folders[0], row(8, "triton", 9.0, "own"))
+    assert pick("linear", GPU, 256, 512, 8) is None
+    choice.use_records(folders[0])
+    assert pick("linear", GPU, 256, 512, 8).config == "own"
+
+
 def test_a_table_is_read_as_it_was_written(folders):
     rows = [row(8, "deep_gemm", 6.25), row(8, "triton", 7.5, "64x16x128/s7"), row(16, "triton", 7.0, "x", groups=2)]
     put(folders[0], *reversed(rows))
