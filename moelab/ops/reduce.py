@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moelab.ops.checks import check_tensor, require
+from moelab.ops.early_launch import launches_early
 from moelab.ops.jit import jit, runs_on, tl, triton
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,10 +50,10 @@ def reduce_topk(y: Tensor, row_of: Tensor, weights: Tensor, dtype: torch.dtype |
     (num_tokens, top_k), hidden = row_of.shape, y.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=dtype, device=y.device)
     if out.numel():
-        block = min(MAX_BLOCK, triton.next_power_of_2(hidden))
+        block, early = min(MAX_BLOCK, triton.next_power_of_2(hidden)), launches_early(y)
         _reduce_kernel[(num_tokens, triton.cdiv(hidden, block))](
             y, row_of, weights, out, y.stride(0), row_of.stride(0), weights.stride(0), hidden,
-            TOP_K=top_k, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+            TOP_K=top_k, BLOCK=block, EARLY=early, num_warps=4, enable_fp_fusion=False, launch_pdl=early,
         )  # fmt: skip
     return out
 
@@ -60,8 +61,11 @@ def reduce_topk(y: Tensor, row_of: Tensor, weights: Tensor, dtype: torch.dtype |
 @jit
 def _reduce_kernel(
     y_ptr, row_of_ptr, weights_ptr, out_ptr, y_stride, row_of_stride, weights_stride, hidden,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rows, scales, values = (), (), ()
