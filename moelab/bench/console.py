@@ -13,6 +13,7 @@ from rich.progress import track
 
 from moelab.bench.ops import Failure, as_table, cases, run
 from moelab.bench.timer import BenchError, require_gpu
+from moelab.ops import choice
 from moelab.results import Store
 
 
@@ -21,6 +22,7 @@ def ops(names: Sequence[str], quick: bool, as_json: bool, records: Path) -> None
     for an unknown op, and at the end if a backend failed."""
     todo = cases(names, quick)
     require_gpu("moelab bench ops")
+    choice.use_records(records)
     err = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
     total = sum(len(case.backends) for case in todo)
     results = list(track(run(todo, Store(records)), "timing (a first launch compiles)", total, console=err))
