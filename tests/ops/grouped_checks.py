@@ -37,7 +37,7 @@ def poisoned_out(rows, weight):
 
 def assert_product(out, rows, weight, counts, mask, untouched=True):
     """Rows of the mask: within bfloat16's rounding, and what FP8 tensor cores lose in their sums over 128 (they keep
-    some 14 bits: arXiv 2412.19437, section 3.3). Other rows: still NaN, if `untouched`."""
+    some 14 bits of each product: arXiv 2412.19437, section 3.3). Other rows: still NaN, if `untouched`."""
     starts = [0] * counts.numel() if out.dim() == 3 else segment_starts(counts).tolist()
     checked = 0
     for expert, start in enumerate(starts):
@@ -48,7 +48,7 @@ def assert_product(out, rows, weight, counts, mask, untouched=True):
         want = x @ w.T
         error = (out[part].double() - want).abs()
         half_step = 2**-7 if INTERPRETING else 2**-8  # the interpreter cuts bits off instead of rounding
-        bound = want.abs() * half_step + (x.abs() @ w.abs().T) * 2**-13
+        bound = want.abs() * half_step + (x.abs() @ w.abs().T) * 2**-12
         assert (error <= bound).all(), f"expert {expert}: {(error / bound).max()} of what is allowed"
         checked += int(here.sum())
     assert checked == int(mask.sum())
