@@ -34,7 +34,7 @@ def pytest_addoption(parser):
 def pytest_terminal_summary(terminalreporter, config):
     """Once per run, also where workers share the tests. What was selected is the setting: paths and marker."""
     folder = config.getoption("--record")
-    if not folder:
+    if not folder or hasattr(config, "workerinput"):  # a worker of xdist; who shares out the tests counts for all
         return
     from moelab.results import Record, Store, collect
 
