@@ -27,6 +27,7 @@ _BACKENDS = {
     "deep_ep": "#cc78bc",
     "reference": "#5b6675",
     "triton": "#ca9161",
+    "hopper": "#56b4e9",
     "deep_gemm": "#029e73",
     "flashinfer": "#cc78bc",
     "moelab": "#0173b2",
