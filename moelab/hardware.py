@@ -92,6 +92,17 @@ _GPUS = (
         ("H800 SXM", "H800-SXM5", "H800 80GB HBM3"),
     ),
     GPU(
+        "H20",
+        103_079_215_104,
+        4000,
+        296,
+        148,
+        78,
+        "NVIDIA H20: 96 GB of HBM3 at 4.0 TB/s, 296 TFLOP/s FP8, 148 BF16 (data sheet as reported in SemiAnalysis, "
+        "2023-11); nothing of it was measured here",
+        ("H20 96GB", "H20-SXM", "H20 SXM"),
+    ),
+    GPU(
         "GB200",
         186_000_000_000,
         8000,
@@ -136,7 +147,7 @@ def gpu(name: str) -> GPU:
     for candidate in _GPUS:
         if wanted in (candidate.name.upper(), *(alias.upper() for alias in candidate.aliases)):
             return candidate
-    raise _unknown("GPU", name, [g.name for g in _GPUS])
+    raise unknown("GPU", name, [g.name for g in _GPUS])
 
 
 def fabric(name: str) -> Fabric:
@@ -151,10 +162,11 @@ def _by_name(kind, name, candidates):
     for candidate in candidates:
         if candidate.name == name.lower():
             return candidate
-    raise _unknown(kind, name, [c.name for c in candidates])
+    raise unknown(kind, name, [c.name for c in candidates])
 
 
-def _unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
+def unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
+    """For the caller to raise: names the nearest of `legal`, and all of them."""
     close = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     return ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(legal)}")
