@@ -92,6 +92,16 @@ _GPUS = (
         ("H800 SXM", "H800-SXM5", "H800 80GB HBM3"),
     ),
     GPU(
+        "GB200",
+        186_000_000_000,
+        8000,
+        5000,
+        2500,
+        148,
+        "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack (13.4 TB, 576 TB/s, dense halves of 720 and 360 "
+        "PFLOPS); 148 SMs per B200; nothing of it was measured here",
+    ),
+    GPU(
         "H20",
         103_079_215_104,
         4000,
@@ -101,16 +111,6 @@ _GPUS = (
         "NVIDIA H20: 96 GB of HBM3 at 4.0 TB/s, 296 TFLOP/s FP8, 148 BF16 (data sheet as reported in SemiAnalysis, "
         "2023-11); nothing of it was measured here",
         ("H20 96GB", "H20-SXM", "H20 SXM"),
-    ),
-    GPU(
-        "GB200",
-        186_000_000_000,
-        8000,
-        5000,
-        2500,
-        148,
-        "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack (13.4 TB, 576 TB/s, dense halves of 720 and 360 "
-        "PFLOPS); 148 SMs per B200; nothing of it was measured here",
     ),
 )
 
@@ -167,8 +167,9 @@ def _by_name(kind, name, candidates):
 
 def unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
     """For the caller to raise: names the nearest of `legal`, and all of them."""
-    close = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
+    by_lower = {x.lower(): x for x in legal}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
+    hint = f"did you mean {by_lower[close[0]]}? " if close else ""
     return ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(legal)}")
 
 
