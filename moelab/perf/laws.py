@@ -16,11 +16,15 @@ over NVLink, where the sending half is copies by SMs.
                 nvlink   41.3 / 41.2             157 / 210        off GPU    README, one and 128 tokens
     pplx-garden ib400    8 / 21                  38 / 45          off node   EP16-64 at T = 128
                 efa      147 / 42                60 / 37          off node   EP16-64 at T = 128
+    cpu-proxy   ib400    290-790, per EP         47               off node   threads of the host post the messages
     moelab      nvlink   5 / 7                   360              distinct   its design's bound, until it is recorded
 
 β in GB/s. On a fabric that nobody measured with a library, β follows the line rate and the origin says extrapolated.
 The deepep law undershoots DeepEP's own EP128 and EP256 by 7-13 %: that is its error there. α of EFA and of pplx-garden
 comes from three EPs at one T, so it is not a latency that was seen.
+
+cpu-proxy is what NCCL and NVSHMEM's IBRC do; α is the time of one token of pplx-kernels over IBRC, β the line rate that
+every good library reaches. Engines whose exchange is NCCL's, such as TensorRT-LLM between nodes, are of this kind.
 
 Rates of the study: 25.6 and 29.0 GB/s over all copies, from its 593 and 1012 us. Everything else comes from
 alltoall_published.csv; `calibrate` fits the same laws to Records, which then precede these.
@@ -45,7 +49,7 @@ LINE_GB_S = {  # per GPU and direction
     "nvlink": 450.0, "ib400": 50.0, "ib800": 100.0, "ib200": 25.0, "efa": 50.0, "nvl72": 900.0,
 }  # fmt: skip
 NVLINK_GB_S = {"H800": 200.0}  # of a node whose NVLink is cut; else LINE_GB_S["nvlink"]
-ALLTOALLS = ("deepep", "deepep-2025", "pplx-2025", "pplx-garden", "moelab")
+ALLTOALLS = ("deepep", "deepep-2025", "pplx-2025", "pplx-garden", "cpu-proxy", "moelab")
 STUDY_GB_S = {"dispatch": 25.6, "combine": 29.0}  # all copies, EP128
 LAW_ERROR, FAR_ERROR, SCALED_ERROR = 0.08, {"dispatch": 0.10, "combine": 0.15}, 0.20
 
@@ -131,7 +135,12 @@ def _published(library: str, road: str, stage: str, gpu: str, ep: int) -> Law | 
     if library == "deepep-2025" and road == "ib400":
         return Law(25.0 if first else 27.0, 47.0 if first else 44.0, "off-gpu", "published", LAW_ERROR,
                    "law of early DeepEP on 400G, EP8-128 at 128 tokens", ep=(8, 128), tokens=(1, 256))  # fmt: skip
-    if road == "nvlink" and library in ("deepep", "deepep-2025"):
+    if library == "cpu-proxy" and road == "ib400":
+        points = {at: us for at, tokens, us in published_points("pplx-kernels", "IBRC", stage) if tokens == 1}
+        alpha = float(np.interp(math.log2(ep), np.log2(list(points)), list(points.values())))
+        return Law(alpha, 47.0, "off-node", "published", 0.30, "latency of pplx-kernels over IBRC, DeepEP's rate",
+                   ep=(16, 128), tokens=(1, 256))  # fmt: skip
+    if road == "nvlink" and library in ("deepep", "deepep-2025", "cpu-proxy"):
         return _nvlink(stage, gpu)
     if library == "pplx-2025":
         return _pplx(stage, road, ep)
