@@ -1,0 +1,162 @@
+"""Points other than whole deployments that the model is judged by: the study's layer, attention modules, kernels and
+exchanges of sources that it was not fitted to, and the project's own Records.
+
+    study      layer breakdown (H100, batch 128, q 2, KV 5000): totals and GroupGEMM, with the study's two rates; and its
+               claims about whole deployments that have a number
+    module     TensorRT-LLM's attention, qkv_a to o_proj: only its MLA kernel is in the tables
+    kernel     DeepGEMM's README at 64 and 128 rows, SGLang's expert core on H100, DeepSeek's trace
+    exchange   DeepEP as DeepSeek and as pplx-garden measured it, the pplx README at EP128
+    recorded   Records of kernels, predicted as if they had not been made
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from moelab.config import ParallelConfig, preset
+from moelab.hardware import gpu as find_gpu
+from moelab.perf import costs, sources, study
+from moelab.perf.fabric import Exchange
+from moelab.perf.kernels import Kernels
+from moelab.perf.laws import published_points
+from moelab.perf.prediction import UNMODELLED, Prediction, predict
+from moelab.perf.tables import NOTHING_RECORDED, Tables, rows
+from moelab.perf.term import Term, combined
+from moelab.perf.validate import Row
+
+MODEL = preset("deepseek-v3")
+STUDY = {"batch": 128, "kv_len": 5000, "draft_tokens": 1, "acceptance": 0.6, "alltoall": "pplx-2025"}
+MODES = {"none": "NoOverlap", "dispatch": "DispatchOverlap", "microbatch": "MicroBatch"}
+
+
+def every(tables: Tables) -> list[Row]:
+    """All of them."""
+    found = (*study_rows(tables), *module_rows(), *kernel_rows(), *exchange_rows(), *recorded_rows(tables))
+    return list(found)
+
+
+def study_layer(overlap: str, ep: int = 128, tables: Tables | None = None) -> Prediction:
+    """The study's breakdown, by the same kernels: its rates between nodes, pplx-kernels' NVLink times within."""
+    return predict("h100", ep, overlap=overlap, tables=tables or NOTHING_RECORDED, **STUDY)
+
+
+def study_rows(tables: Tables) -> Iterator[Row]:
+    source = "Lower latency and higher throughput with multi-node DeepSeek deployment (2025-04-18)"
+
+    def row(name: str, measured: float, predicted: float, low: float, high: float, unit: str = "us") -> Row:
+        return Row(name, "study", name, unit, measured, predicted, low, high, source=source)
+
+    for ep, overlap in ((8, "none"), *((128, o) for o in MODES)):
+        mode = MODES[overlap] if ep > 8 else ""
+        p = study_layer(overlap, ep, tables)
+        name = f"EP{ep} {mode}".strip()
+        low, high = p.interval["layer_us"]
+        measured = study.number("layer breakdown", "one MoE layer, total", ep=ep, mode=mode)
+        yield row(f"{name}: layer", measured, p.layer_us["total"], low, high)
+        if (ep, overlap) in ((8, "none"), (128, "microbatch")):
+            us, error = p.layer_us["GroupGEMM"], p.origins["GroupGEMM"].error
+            yield row(f"{name}: GroupGEMM", study.number("layer breakdown", "GroupGEMM", ep=ep, mode=mode),
+                      us, us / (1 + error), us * (1 + error))  # fmt: skip
+
+
+def module_rows() -> Iterator[Row]:
+    """S1 and S2 without the gate and what the glue holds for the routed experts."""
+    for r in rows("mla"):
+        if not r["scope"].startswith("module"):
+            continue
+        kernels = Kernels(find_gpu(r["gpu"]), MODEL, NOTHING_RECORDED)
+        batch, kv = float(r["batch"]), float(r["kv_len"])
+        terms = [kernels.linear(batch, n, k) for n, k in costs.attention_shapes(MODEL).values()]
+        terms += [kernels.bmm(batch, 128, stage) for stage in ("bmm_k", "bmm_v")]
+        terms += [kernels.mla(batch, 1, 128, kv)]
+        glue = kernels.glue(batch)
+        terms += [glue[stage] for stage in sources.GLUE_SPLIT if stage != "input_norm"]
+        name = f"{r['gpu']} attention module, batch {batch:g}, KV {kv:g}"
+        yield _row(name, "module", float(r["time_us"]), combined(terms), r["source"])
+
+
+def kernel_rows() -> Iterator[Row]:
+    h800, h100 = (Kernels(find_gpu(name), MODEL, NOTHING_RECORDED) for name in ("H800", "H100"))
+    for r in rows("gemm"):
+        shape = (int(r["n"] or 0), int(r["k"] or 0))
+        if r["library"] == sources.README and r["m"] in ("64", "128") and shape in sources.published_linear():
+            if shape[1] != 512:  # the only source of that shape
+                term = h800.linear(float(r["m"]), *shape)
+                yield _row(f"GEMM {r['m']} x {shape[0]} x {shape[1]}", "kernel", float(r["time_us"]), term, r["source"])
+    for r in rows("grouped_gemm"):
+        if r["library"].startswith(sources.SGLANG) and r["gpu"] == "H100" and r["distribution"] == "uniform":
+            tokens, groups = float(r["tokens_per_gpu"]), float(r["groups"])
+            parts = h100.grouped(8 * tokens, min(groups, 8 * tokens))
+            term = combined([*parts.values(), h100.activation(8 * tokens, 2048)])
+            name = f"expert core EP{r['ep']}, {tokens:g} tokens"
+            yield _row(name, "kernel", float(r["time_us"]), term, r["source"])
+    yield from _trace(h800)
+
+
+def _trace(kernels: Kernels) -> Iterator[Row]:
+    """Kernels of DeepSeek's trace that no table took from it: EP128, 64 requests of two tokens, KV 4096."""
+    shapes = costs.attention_shapes(MODEL)
+    routed = kernels.grouped(1024, 2)
+    ours = {
+        "qkv_a GEMM": kernels.linear(128, *shapes["qkv_a"]),
+        "q_b GEMM": kernels.linear(128, *shapes["q_b"]),
+        "o_proj GEMM": kernels.linear(128, *shapes["o_proj"]),
+        "MLA decode": kernels.mla(64, 2, 128, 4096),
+        "routed gate+up grouped GEMM": routed["gate_up"],
+        "routed down grouped GEMM": routed["down"],
+    }
+    for r in rows("deepseek_trace"):
+        if r["kernel"] in ours:
+            yield _row(f"trace: {r['kernel']}", "kernel", float(r["time_us"]), ours[r["kernel"]], r["source"])
+
+
+def exchange_rows() -> Iterator[Row]:
+    sets = (
+        ("DeepEP V1 low-latency", "RDMA", "H800", "deepep"),
+        ("DeepEP (measured by pplx-garden)", "CX7", "H100", "deepep"),
+        ("pplx-kernels", "IBGDA", "H100", "pplx-2025"),
+    )
+    for library, fabric, gpu, name in sets:
+        for stage in ("dispatch", "combine"):
+            for ep, tokens, us in published_points(library, fabric, stage):
+                if ep == 8 or (name == "pplx-2025" and (ep, tokens) != (128, 128)):  # others of pplx are its law
+                    continue
+                road = "nvlink" if ep <= 8 else "ib400"
+                exchange = Exchange(find_gpu(gpu), MODEL, ParallelConfig(ep), name, road, NOTHING_RECORDED)
+                yield _row(f"{library} {stage}, EP{ep}, {tokens} tokens", "exchange", us, exchange.time(stage, tokens),
+                           "alltoall_published.csv")  # fmt: skip
+
+
+def recorded_rows(tables: Tables) -> Iterator[Row]:
+    """The fastest backend of each recorded setting, against what published tables alone would have said."""
+    readers: dict[str, Callable[[Kernels, dict], Term | None]] = {
+        "linear": lambda k, p: k.linear(p["m"], p["n"], p["k"]) if _has(p, "m", "n", "k") else None,
+        "mla": lambda k, p: (
+            k.mla(p["batch"], p["q_len"], p["heads"], p["kv_len"], p.get("kv_dtype", "bf16"))
+            if _has(p, "batch", "q_len", "heads", "kv_len")
+            else None
+        ),
+    }
+    for (op, gpu), points in tables.recorded.items():
+        if op not in readers:
+            continue
+        best: dict[tuple, tuple[float, dict]] = {}
+        for params, us, _ in points:
+            key = tuple(sorted((k, v) for k, v in params.items() if k != "backend"))
+            if key not in best or us < best[key][0]:
+                best[key] = (us, dict(params))
+        kernels = Kernels(find_gpu(gpu), MODEL, NOTHING_RECORDED)
+        for us, params in best.values():
+            term = readers[op](kernels, params)
+            if term is not None:
+                shown = " ".join(f"{k}={v}" for k, v in sorted(params.items()) if k not in ("backend", "bench", "gpus"))
+                yield _row(f"{gpu} {op} {shown}", "recorded", us, term, "Records")
+
+
+def _has(params: dict, *names: str) -> bool:
+    return all(isinstance(params.get(name), (int, float)) for name in names)
+
+
+def _row(name: str, kind: str, measured: float, term: Term, source: str) -> Row:
+    error = max(term.error, UNMODELLED)
+    return Row(name, kind, name, "us", measured, term.us, term.us / (1 + error), term.us * (1 + error), source=source)
