@@ -91,7 +91,8 @@ class Kernels:
         def cost(tokens: float, of_heads: int = heads) -> Cost:
             return costs.bmm(tokens, of_heads, n, k)
 
-        recorded = self._curve("bmm", ("m",), None, heads=heads, n=n, k=k)
+        name = {"bmm_k": "k_b", "bmm_v": "v_b"}[stage]
+        recorded = self._curve("bmm", ("tokens",), None, heads=heads, projection=name)
         if recorded is not None:
             return self._read("bmm", recorded, t, cost)
         half = Curve.of(
@@ -112,7 +113,7 @@ class Kernels:
             rows = max(q * h, 64)
             return costs.mla(b, rows / 128, 128, kv, self.model, itemsize)
 
-        exact = self._grid_of_records("mla", ("batch", "kv_len"), heads=heads, q_len=q_len, kv_dtype=kv_dtype)
+        exact = self._grid_of_records("mla", ("batch", "kv_len"), heads=heads, q_len=q_len, kv=kv_dtype)
         if exact is not None:
             return self._read_grid(
                 "mla", (self.gpu.name, exact), batch, kv_len, lambda b, kv: cost(b, q_len, heads, kv)
@@ -143,13 +144,12 @@ class Kernels:
             term = self._estimate("grouped", cost(active, rows, "core"))
             return {"gate_up": term.scaled(2 / 3), "silu_mul_quant": self._silu(rows, cut), "down": term.scaled(1 / 3)}
         recorded = [
-            self._grid_of_records("grouped_gemm", ("groups", "m"), n=n, k=k)
+            self._grid_of_records("grouped_gemm", ("active", "rows"), n=n, k=k, layout="padded")
             for n, k in costs.mlp_shapes(self.model, self.model.moe_intermediate_size).values()
         ]
         if all(r is not None for r in recorded):
-            per = rows / active if active else 0.0
             up, down = (
-                self._read_grid("grouped", (self.gpu.name, grid), active, per, lambda g, m, p=part: cost(g, g * m, p))
+                self._read_grid("grouped", (self.gpu.name, grid), active, rows, lambda g, r, p=part: cost(g, r, p))
                 for part, grid in zip(("up", "down"), recorded, strict=True)
             )
             return {"gate_up": up, "silu_mul_quant": self._silu(rows), "down": down}
@@ -167,11 +167,11 @@ class Kernels:
         silu = self._silu(rows) if self._has_records("silu_mul") else Term(0.0, "published", 0.0, "in the glue of gate")
         return {"gate_up": up, "silu_mul_quant": silu, "down": down}
 
-    def glue(self, t: float) -> dict[str, Term]:
+    def glue(self, t: float, heads: int = 128) -> dict[str, Term]:
         """{stage: time} of what stands between the GEMMs. From Records of the GPU, else GLUE, of which S1 has 12 us
         and S2 the rest (it holds the routed activation and the quantisation before o_proj as well)."""
         if self._has_records("rms_norm") and self._has_records("router"):
-            return self._glue_of_records(t)
+            return self._glue_of_records(t, heads)
         whole = self._line(GLUE, t, "elementwise kernels of DeepSeek's trace on H800")
         rest = max(whole.us - sum(GLUE_SPLIT.values()), 0.0)
         found = {stage: Term(us, whole.origin, whole.error, whole.source) for stage, us in GLUE_SPLIT.items()}
@@ -187,23 +187,25 @@ class Kernels:
         """A memory-bound kernel that reads and writes so much."""
         return self._estimate("elementwise", Cost(0, moved_bytes))
 
-    def _glue_of_records(self, t: float) -> dict[str, Term]:
-        """From the ops' own records; RoPE with the append and the gate's GEMM have none yet."""
-        hidden, q_lora, latent = self.model.hidden_size, self.model.q_lora_rank, self.model.kv_lora_rank
+    def _glue_of_records(self, t: float, heads: int) -> dict[str, Term]:
+        """From the ops' own records, where there are some of the op, else of the same bytes; the gate's GEMM by the
+        estimate. Attention's output is quantised for o_proj in a kernel of its own, counted with the norm after it."""
+        model = self.model
+        hidden, q_lora, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
         norm = self._stream("rms_norm", ("m",), t, 7 * hidden, h=hidden, form="add_quantize")
         q_norm = self._stream("rms_norm", ("m",), t, 3 * q_lora, h=q_lora, form="quantize")
         kv_norm = self._stream("rms_norm", ("m",), t, 4 * latent, h=latent, form="plain")
-        router = self._stream(
-            "router", ("tokens",), t, 4 * self.model.n_routed_experts, experts=self.model.n_routed_experts, gather=0
-        )
-        append = Term(GLUE_SPLIT["rope_append"], "extrapolated", TABLE_ERROR["elementwise"], "DeepSeek's trace on H800")
-        gate = self._estimate("linear", costs.gate(t, self.model))
+        append = self._stream("rope_append", ("tokens",), t, 4 * 64 * heads + 2304, heads=heads, cache="bf16")
+        wide = heads * model.v_head_dim
+        quantize = self._stream("quantize", ("m",), t * wide / hidden, 3 * hidden, k=hidden, scales="column_tma")
+        experts = model.n_routed_experts
+        router = self._stream("router", ("tokens",), t, 4 * experts, experts=experts, gather=0)
         return {
             "input_norm": norm,
             "qkv_norm": combined([q_norm, kv_norm]),
             "rope_append": append,
-            "post_norm": norm,
-            "gate": combined([gate, router]),
+            "post_norm": combined([quantize, norm]),
+            "gate": combined([self._estimate("linear", costs.gate(t, model)), router]),
         }
 
     def _silu(self, rows: float, cut: int = 1) -> Term:
@@ -246,7 +248,7 @@ class Kernels:
         if len(points) < 4:
             return None
         grid = Grid.of(points, f"records of {op} on {self.gpu.name}", origin)
-        return grid if len(grid.x) > 1 and len(grid.y) > 1 else None
+        return grid if len(grid.x) > 1 else None
 
     def _estimate(self, op: str, cost: Cost) -> Term:
         _, f, b = ESTIMATES[op]

@@ -78,7 +78,7 @@ def dense_layer(d: Deployment, kernels: Kernels, exchange: Exchange) -> dict[str
 def _attention(d: Deployment, kernels: Kernels, exchange: Exchange, batch: float, q_len: float) -> dict[str, Term]:
     tokens, tp = batch * q_len, d.parallel.tp
     heads = d.model.num_attention_heads // tp
-    glue = {name: term for name, term in kernels.glue(tokens).items() if name != "gate"}
+    glue = {name: term for name, term in kernels.glue(tokens, heads).items() if name != "gate"}
     gemms = {name: kernels.linear(tokens, n, k) for name, (n, k) in costs.attention_shapes(d.model, tp).items()}
     return glue | gemms | {
         "bmm_k": kernels.bmm(tokens, heads, "bmm_k"),

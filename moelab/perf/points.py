@@ -1,8 +1,7 @@
 """Points other than whole deployments that the model is judged by: the study's layer, attention modules, kernels and
 exchanges of sources that it was not fitted to, and the project's own Records.
 
-    study      layer breakdown (H100, batch 128, q 2, KV 5000): totals and GroupGEMM, with the study's two rates; and its
-               claims about whole deployments that have a number
+    study      layer breakdown (H100, batch 128, q 2, KV 5000): totals and GroupGEMM, with the study's two rates
     module     TensorRT-LLM's attention, qkv_a to o_proj: only its MLA kernel is in the tables
     kernel     DeepGEMM's README at 64 and 128 rows, SGLang's expert core on H100, DeepSeek's trace
     exchange   DeepEP as DeepSeek and as pplx-garden measured it, the pplx README at EP128

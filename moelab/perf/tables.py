@@ -9,7 +9,7 @@ padded rows. It takes out points where the smallest batch was measured slower th
 rows: 16.4 us, at 64: 10.9).
 
 `Records` that count (`Store.winners`) become tables too, one per op, GPU and exact parameters; where several backends
-did the same job the fastest counts, but for torch.compile, which no engine runs here.
+did the same job the fastest counts, PEERS aside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from moelab.hardware import gpu as find_gpu
 from moelab.results import published
 from moelab.results.store import DEFAULT_RECORDS, PACKAGE_RECORDS, Store
 
-PEERS = ("torch.compile", "torch", "reference")  # backends that stand in a record for comparison only
+# Backends that stand in a record for comparison only: other arithmetic (one scale a tensor, BF16 weights), two launches
+# for one, or nothing that an engine here would run.
+PEERS = ("torch.compile", "torch", "reference", "cublas per tensor", "cublas", "two launches")
 
 
 @dataclass(frozen=True)

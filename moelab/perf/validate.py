@@ -199,8 +199,8 @@ def _prefill_ms(p: Prediction, isl: float, osl: float, tables: Tables) -> float:
     """What other requests' prefills add to a step: each of `batch` requests makes way for one per osl tokens."""
     d = p.deployment
     one = prefill(
-        d.gpu.name, d.parallel.dp, d.parallel.tp, ep=1 if d.expert_tp else None, prompt_len=LENGTHS * isl, tables=tables,
-        redundant_experts=d.redundant, fabric=d.fabric, alltoall=d.alltoall,
+        d.gpu.name, d.parallel.dp, d.parallel.tp, ep=1 if d.expert_tp else None, prompt_len=LENGTHS * isl,
+        tables=tables, redundant_experts=d.redundant, fabric=d.fabric, alltoall=d.alltoall,
     )  # fmt: skip
     return d.batch * one.ttft_ms / (LENGTHS * osl)
 
