@@ -1,5 +1,8 @@
 """`Deployment`: everything that a prediction depends on, checked, with the usual choice for what is left open.
 
+Drafts are a chain, each accepted with the chance of its depth if the one before was; or a tree, where there are more
+drafts than depths: the chance is then that any draft of a depth is accepted, and all of them are verified.
+
 A batch counts the requests of one DP group and may be fractional: a mean batch of 7.4 is a measurement's, not an
 engine's. EP is dp·tp, every GPU holding whole experts; `ep=1` cuts every expert over the GPUs of one node instead, as
 tensor-parallel engines do, with all-reduces in place of the exchange.
@@ -127,7 +130,8 @@ def deployment(
 
 def _depths(drafts: int, acceptance: float | Sequence[float]) -> tuple[float, ...]:
     depths = [acceptance] * drafts if _number(acceptance) else list(acceptance)
-    _require(len(depths) == drafts, "acceptance", acceptance, f"one number, or {drafts} (one per draft)", 0.6)
+    ok = len(depths) <= drafts and bool(depths) == bool(drafts)
+    _require(ok, "acceptance", acceptance, f"one number, or one per depth, at most {drafts}", 0.6)
     for value in [acceptance] if _number(acceptance) else depths:
         _require(_number(value) and 0 <= value <= 1, "acceptance", value, "0…1", min(max(value, 0), 1))
     return tuple(float(x) for x in depths)

@@ -257,13 +257,27 @@ def _tail(d: Deployment, kernels: Kernels, exchange: Exchange) -> dict[str, Term
     def head(rows: float) -> Term:
         return kernels.linear(rows, vocab, model.hidden_size, "bf16")
 
-    tail = {"head": head(d.batch * d.q_len), "host": Term(HOST_US, "extrapolated", HOST_ERROR, "an assumption")}
+    tail = {"head": head(d.batch * d.q_len), "host": _host(kernels)}
     if d.draft_tokens:
-        one = layer.moe_layer(d, kernels, exchange, d.batch, 1)
-        project = kernels.linear(d.batch, model.hidden_size, 2 * model.hidden_size, "bf16")
-        draft = combined([*one.stages.values(), one.dispatch, one.combine, project, head(d.batch)])
-        tail["draft"] = draft.scaled(d.draft_tokens)
+        depth = len(d.acceptance)
+        width = d.draft_tokens / depth  # drafts of one depth together, 1 in a chain
+        one = layer.moe_layer(d, kernels, exchange, d.batch, width)
+        project = kernels.linear(d.batch * width, model.hidden_size, 2 * model.hidden_size, "bf16")
+        draft = combined([*one.stages.values(), one.dispatch, one.combine, project, head(d.batch * width)])
+        tail["draft"] = draft.scaled(depth)
     return tail
+
+
+def _host(kernels: Kernels) -> Term:
+    """From records of metric "host" on this GPU (`moelab.perf.calibrate`), else the assumption."""
+    points = kernels.tables.recorded.get(("host", kernels.gpu.name), ())
+    if not points:
+        return Term(HOST_US, "extrapolated", HOST_ERROR, "an assumption")
+    times = sorted(us for _, us, _ in points)
+    middle = times[len(times) // 2]
+    error = max(0.2, (times[-1] - times[0]) / 2 / middle)
+    origin = "measured" if any(o == "measured" for *_, o in points) else "recorded"
+    return Term(middle, origin, error, f"records of host on {kernels.gpu.name}")
 
 
 def _ends(value: float, shifts: list[list[float]]) -> tuple[float, float]:
