@@ -21,6 +21,7 @@ import typer
 
 from moelab import __version__
 from moelab.config import MoelabError
+from moelab.perf import commands as perf_commands
 
 HELP = "Measure, model and verify the deployment of DeepSeek-style Mixture-of-Experts models."
 
@@ -36,6 +37,7 @@ records_app = typer.Typer(help="Look at measurements, your own and the package's
 app.add_typer(records_app, name="records")
 bench_app = typer.Typer(help="Time what runs on the GPUs at hand, into records.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+perf_commands.register(app)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
 Records = Annotated[

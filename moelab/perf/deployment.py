@@ -156,9 +156,8 @@ def _check_ep(model: ModelConfig, parallel: ParallelConfig, ep: int | None) -> b
     if ep is None or ep == parallel.ep:
         return False
     if ep != 1:
-        raise ConfigError(
-            f"ep is {ep}, dp·tp is {parallel.ep}: nearest legal: ep {parallel.ep} (or 1, every expert cut by TP)"
-        )
+        other = " (or 1, every expert cut by TP)" if parallel.dp == 1 else ""
+        raise ConfigError(f"ep is {ep}, dp·tp is {parallel.ep}: nearest legal: ep {parallel.ep}{other}")
     blocks = model.moe_intermediate_size // 128 if model.weight_block_size else model.moe_intermediate_size
     if blocks % parallel.ep or parallel.ep > parallel.gpus_per_node or parallel.dp > 1:
         legal = [n for n in range(1, parallel.gpus_per_node + 1) if blocks % n == 0]

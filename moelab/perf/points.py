@@ -10,13 +10,15 @@ exchanges of sources that it was not fitted to, and the project's own Records.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from moelab.config import ParallelConfig, preset
 from moelab.hardware import gpu as find_gpu
-from moelab.perf import costs, sources, study
+from moelab.perf import costs, laws, sources, study
 from moelab.perf.fabric import Exchange
-from moelab.perf.kernels import Kernels
+from moelab.perf.kernels import Kernels, estimate_us
 from moelab.perf.laws import published_points
 from moelab.perf.prediction import UNMODELLED, Prediction, predict
 from moelab.perf.tables import NOTHING_RECORDED, Tables, rows
@@ -159,3 +161,68 @@ def _has(params: dict, *names: str) -> bool:
 def _row(name: str, kind: str, measured: float, term: Term, source: str) -> Row:
     error = max(term.error, UNMODELLED)
     return Row(name, kind, name, "us", measured, term.us, term.us / (1 + error), term.us * (1 + error), source=source)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a rule or a fit says about `judged` when that was not among its inputs."""
+
+    left_out: str
+    judged: str
+    points: int
+    median: float
+    worst: float
+
+
+def leave_one_out() -> list[LeftOut]:
+    """Every constant that was fitted, against a source that the fit did not see: DeepEP's law without each of its
+    EPs; the rules that carry a table to another GPU, against that GPU's own table."""
+    found = []
+    name = "DeepEP low-latency (aiconfigurator table)"
+    for stage in laws.STAGES:
+        times = [(ep, t, us) for ep, t, us in published_points(name, "", stage) if ep > 8 and 32 <= t <= 256]
+        for out in (16, 32, 64):
+            size = laws.SIZE[stage]
+            kept = [(t * size * (1 - 8 / ep), us) for ep, t, us in times if ep != out]
+            alpha, beta, _ = laws.fit(kept)
+            errors = [(alpha + t * size * (1 - 8 / ep) / beta / 1e3) / us - 1 for ep, t, us in times if ep == out]
+            found.append(_left_out(f"EP{out}", f"law of {stage} between nodes", errors))
+    for home, target in (("H100", "H200"), ("H200", "H100")):
+        found.append(
+            _left_out(f"TensorRT-LLM's MLA on {target}", f"table of {home}, scaled", _mla_errors(home, target))
+        )
+    found.append(_left_out("SGLang's expert core on H200", "InferSim's table of H800, scaled", _core_errors()))
+    return found
+
+
+def _mla_errors(home: str, target: str) -> list[float]:
+    tables = sources.published_mla()
+    kernels, truth, base = (
+        Kernels(find_gpu(target), MODEL, NOTHING_RECORDED),
+        tables[target, "bf16"],
+        tables[home, "bf16"],
+    )
+    errors = []
+    for i, batch in enumerate(truth.x):
+        for j, kv in enumerate(truth.y):
+            cost = costs.mla(batch, 1, 128, kv, MODEL)
+            ratio = estimate_us("mla", cost, find_gpu(target)) / estimate_us("mla", cost, find_gpu(home))
+            errors.append(base.at(batch, kv) * ratio / truth.us[i, j] - 1)
+    return errors
+
+
+def _core_errors() -> list[float]:
+    nameless = dataclasses.replace(find_gpu("H200"), name="H200 without its table")
+    kernels, truth = Kernels(nameless, MODEL, NOTHING_RECORDED), sources.published_grouped()["H200", "core"]
+    errors = []
+    for i, active in enumerate(truth.x):
+        for j, pairs in enumerate(truth.y):
+            terms = [*kernels.grouped(pairs, active).values(), kernels.activation(pairs, 2048)]
+            errors.append(combined(terms).us / truth.us[i, j] - 1)
+    return errors
+
+
+def _left_out(left_out: str, judged: str, errors: list[float]) -> LeftOut:
+    size = sorted(abs(e) for e in errors)
+    n = len(size)
+    return LeftOut(left_out, judged, n, float((size[(n - 1) // 2] + size[n // 2]) / 2), float(max(errors, key=abs)))

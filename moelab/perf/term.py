@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+SEPARATOR = " | "  # between the sources of a sum
 ORIGINS = ("measured", "recorded", "published", "extrapolated")
 
 
@@ -49,8 +50,9 @@ def combined(terms: Iterable[Term]) -> Term:
     named: a small extrapolated part does not rename a measured sum (its error counts all the same)."""
     terms = list(terms)
     total = sum(t.us for t in terms)
+    source = SEPARATOR.join(dict.fromkeys(part for t in terms for part in t.source.split(SEPARATOR)))
     if not total:
-        return Term(0.0, worst(t.origin for t in terms), 0.0, ", ".join(dict.fromkeys(t.source for t in terms)))
+        return Term(0.0, worst(t.origin for t in terms), 0.0, source)
     error = math.sqrt(sum((t.us * t.error) ** 2 for t in terms)) / total
     origin = worst(t.origin for t in terms if t.us >= 0.1 * total)
-    return Term(total, origin, error, ", ".join(dict.fromkeys(t.source for t in terms)))
+    return Term(total, origin, error, source)
