@@ -123,9 +123,10 @@ def validation(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> None:
             table.add_row(r.kind, r.id, "", "", "", "", "", "", f"passed over: {r.reason}")
             continue
         table.add_row(
-            r.kind, r.id, f"{r.measured:.4g} {r.unit}", f"{r.predicted:.4g}", f"{r.low:.4g}–{r.high:.4g}",
-            f"{r.error:+.1%}", "" if r.before is None else f"{r.before:+.1%}", "yes" if r.inside else "no",
-            ", ".join(r.causes),
+            r.kind, r.id, f"{r.measured:.4g} {r.unit}", f"{r.predicted:.4g}",
+            "" if r.low is None else f"{r.low:.4g}–{r.high:.4g}",
+            f"{r.error:+.1%}", "" if r.before is None else f"{r.before:+.1%}",
+            {True: "yes", False: "no", None: ""}[r.inside], ", ".join(r.causes),
         )  # fmt: skip
     _show(table)
     columns = ("class", "rows", "median |error|", "worst", "worst row", "inside", "half-width", "passed over")
@@ -133,7 +134,8 @@ def validation(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> None:
     for kind, s in summary(rows).items():
         table.add_row(
             kind, str(s["rows"]), f"{s['median_abs_error']:.1%}", f"{s['worst_error']:+.1%}", s["worst_row"],
-            f"{s['inside_interval']:.0%}", f"{s['median_half_width']:.0%}", str(s["passed_over"]),
+            *("" if s[name] is None else f"{s[name]:.0%}" for name in ("inside_interval", "median_half_width")),
+            str(s["passed_over"]),
         )  # fmt: skip
     _show(table)
     if left_out:

@@ -2,12 +2,13 @@
 
     op              FLOP                         bytes
     linear          2·m·n·k                      m·k + n·k + 2·m·n           FP8 in, BF16 out
-    bmm             2·t·h·n·k                    h·n·k + t·h·k + 2·t·h·n     h heads, each [t, k] × [k, n]
+    bmm             2·t·h·n·k                    h·(n·k + 128t + 1024t)      h heads, each [t, k] × [k, n]
     mla             2·B·q·h·kv·(576 + 512)       B·kv·1152                   BF16; the latent has no heads
     grouped_gemm    2·rows·X                     a·X + rows·(H + 5I + 2H)    a activated experts, X = 3·H·I
     gate            2·t·E·H                      2·(E·H + t·H) + 4·t·E       BF16 in, float32 out
 
-Both absorbed BMMs of MLA move the same bytes: for k [t, 128] × [128, 512], for v [t, 512] × [512, 128]. Of the
+Both absorbed BMMs of MLA move the same bytes: k [t, 128] × [128, 512] reads FP8 and writes BF16, v [t, 512] × [512,
+128] reads what attention wrote in BF16 and hands on FP8. Of the
 grouped GEMM's activations H is read, 4I written by gate and up (BF16), I read by down (FP8), 2H written.
 
 MLA does 242·q·h/128 FLOP a byte: at 128 heads and q = 2 it is bound by the tensor cores of every Hopper GPU.
@@ -53,7 +54,8 @@ def linear(m: float, n: int, k: int, precision: str = "fp8") -> Cost:
 
 
 def bmm(t: float, heads: int, n: int, k: int) -> Cost:
-    return Cost(2 * t * heads * n * k, heads * n * k + t * heads * k + 2 * t * heads * n)
+    """The narrow side (128 values of a head) in FP8, the latent's side (512) in BF16, whichever is the input."""
+    return Cost(2 * t * heads * n * k, heads * (n * k + t * (min(n, k) + 2 * max(n, k))))
 
 
 def mla(batch: float, q_len: float, heads: int, kv_len: float, model: ModelConfig, itemsize: int = 2) -> Cost:

@@ -2,6 +2,7 @@
 exchanges of sources that it was not fitted to, and the project's own Records.
 
     study      layer breakdown (H100, batch 128, q 2, KV 5000): totals and GroupGEMM, with the study's two rates
+    claim      what the study says of whole deployments, where it has a number
     module     TensorRT-LLM's attention, qkv_a to o_proj: only its MLA kernel is in the tables
     kernel     DeepGEMM's README at 64 and 128 rows, SGLang's expert core on H100, DeepSeek's trace
     exchange   DeepEP as DeepSeek and as pplx-garden measured it, the pplx README at EP128
@@ -21,6 +22,7 @@ from moelab.perf.fabric import Exchange
 from moelab.perf.kernels import Kernels, estimate_us
 from moelab.perf.laws import published_points
 from moelab.perf.prediction import UNMODELLED, Prediction, predict
+from moelab.perf.sweeps import study_sweep, throughput_at
 from moelab.perf.tables import NOTHING_RECORDED, Tables, rows
 from moelab.perf.term import Term, combined
 from moelab.perf.validate import Row
@@ -32,7 +34,14 @@ MODES = {"none": "NoOverlap", "dispatch": "DispatchOverlap", "microbatch": "Micr
 
 def every(tables: Tables) -> list[Row]:
     """All of them."""
-    found = (*study_rows(tables), *module_rows(), *kernel_rows(), *exchange_rows(), *recorded_rows(tables))
+    found = (
+        *study_rows(tables),
+        *study_claims(tables),
+        *module_rows(),
+        *kernel_rows(),
+        *exchange_rows(),
+        *recorded_rows(tables),
+    )
     return list(found)
 
 
@@ -58,6 +67,28 @@ def study_rows(tables: Tables) -> Iterator[Row]:
             us, error = p.layer_us["GroupGEMM"], p.origins["GroupGEMM"].error
             yield row(f"{name}: GroupGEMM", study.number("layer breakdown", "GroupGEMM", ep=ep, mode=mode),
                       us, us / (1 + error), us * (1 + error))  # fmt: skip
+
+
+def study_claims(tables: Tables) -> Iterator[Row]:
+    """Its statements about whole deployments that have a number. Bounds count as reached from the right side."""
+    source = "Lower latency and higher throughput with multi-node DeepSeek deployment (2025-04-18)"
+    frame = study_sweep(tables=tables)
+    small, large = (frame[frame["ep"] == ep] for ep in (8, 128))
+    ratios = [
+        throughput_at(large, speed) / throughput_at(small, speed)
+        for speed in range(40, 81)
+        if throughput_at(small, speed)
+    ]
+    at_64 = [part[(part["tp"] == 1) & (part["batch"] == 64)]["tok_s_per_node"].item() for part in (small, large)]
+    alone = predict("h200", 1, 8, tables=tables, **{**STUDY, "batch": 1})
+    fits = predict("h200", 8, tables=tables, **STUDY).largest_batch
+    for name, unit, measured, found in (
+        ("EP128 / EP8 throughput, most over 40-80 tok/s", "x", 5.0, max(ratios)),
+        ("EP8 / EP128 throughput at batch 64, at least", "x", 1.0, min(at_64[0] / at_64[1], 1.0)),
+        ("EP8 TP8 batch 1 speed, at least", "tok/s", 100.0, min(alone.tok_s_per_request, 100.0)),
+        ("requests of 5,000 tokens on EP8", "requests", 100.0, fits),
+    ):
+        yield Row(name, "study claim", name, unit, measured, found, source=source)
 
 
 def module_rows() -> Iterator[Row]:
@@ -197,11 +228,7 @@ def leave_one_out() -> list[LeftOut]:
 
 def _mla_errors(home: str, target: str) -> list[float]:
     tables = sources.published_mla()
-    kernels, truth, base = (
-        Kernels(find_gpu(target), MODEL, NOTHING_RECORDED),
-        tables[target, "bf16"],
-        tables[home, "bf16"],
-    )
+    truth, base = tables[target, "bf16"], tables[home, "bf16"]
     errors = []
     for i, batch in enumerate(truth.x):
         for j, kv in enumerate(truth.y):

@@ -19,7 +19,8 @@ Causes are terms for a class of rows, applied to every row of the class, with th
                           copy by NIC, also inside the node
     host-driven exchange  TensorRT-LLM between nodes: NCCL, whose threads on the host post the messages
     prefill in between    engines that prefill themselves ("aggregated"): batch/osl prefills of isl tokens per step
-    study's kernels       the study: pplx-kernels of 2025
+
+The study's rows are claims of a figure and stand in `moelab.perf.points`.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def deployments(table: Sequence[Mapping[str, str]] | None = None, tables: Tables
 
 def deployment_row(r: Mapping[str, str], tables: Tables) -> Row:
     common = {"id": r["id"], "kind": "deployment", "source": r.get("source") or ""}
+    if r.get("engine") == "study":
+        return Row(**common, quantity="", unit="", measured=None, reason="a claim of the study, judged as one")
     measured, quantity = _measured(r)
     if measured is None:
         return Row(**common, quantity="step", unit="ms", measured=None, reason="neither step time nor speed published")
@@ -145,9 +148,7 @@ def inputs(r: Mapping[str, str]) -> Inputs:
         settings["redundant_experts"] = -256 % (dp * tp)
     causes: dict[str, dict] = {}
     engine, gpus = r.get("engine") or "", dp * tp
-    if engine == "study":
-        causes["study's kernels"] = {"alltoall": "pplx-2025"}
-    elif gpus > 8 and "NVL72" not in (r.get("interconnect") or ""):
+    if gpus > 8 and "NVL72" not in (r.get("interconnect") or ""):
         if "TensorRT-LLM" in engine:
             causes["host-driven exchange"] = {"alltoall": "cpu-proxy"}
         elif _date(r.get("source") or "") < "2025-07":
@@ -166,6 +167,7 @@ def summary(found: Sequence[Row]) -> dict[str, dict]:
         if not judged:
             continue
         errors = sorted(abs(row.error) for row in judged)
+        ranged = [row for row in judged if row.low is not None]
         worst = max(judged, key=lambda row: abs(row.error))
         result[kind] = {
             "rows": len(judged),
@@ -173,8 +175,8 @@ def summary(found: Sequence[Row]) -> dict[str, dict]:
             "worst_error": worst.error,
             "worst_row": worst.id,
             "beyond_25_percent": [row.id for row in judged if abs(row.error) > 0.25],
-            "inside_interval": sum(bool(row.inside) for row in judged) / len(judged),
-            "median_half_width": _median(sorted(row.half_width for row in judged)),
+            "inside_interval": sum(bool(row.inside) for row in ranged) / len(ranged) if ranged else None,
+            "median_half_width": _median(sorted(row.half_width for row in ranged)) if ranged else None,
             "passed_over": sum(row.kind == kind and row.error is None for row in found),
         }
     return result
