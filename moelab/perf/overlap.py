@@ -39,7 +39,9 @@ class Walked:
     by_category: dict[str, float]
 
     def __sub__(self, other: Walked) -> Walked:
-        return Walked(self.us - other.us, {k: v - other.by_category.get(k, 0.0) for k, v in self.by_category.items()})
+        """What came after `other`; never below 0, which rounding would allow."""
+        rest = {k: max(v - other.by_category.get(k, 0.0), 0.0) for k, v in self.by_category.items()}
+        return Walked(self.us - other.us, rest)
 
 
 @functools.cache

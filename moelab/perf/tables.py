@@ -27,7 +27,8 @@ from moelab.hardware import gpu as find_gpu
 from moelab.results import published
 from moelab.results.store import DEFAULT_RECORDS, PACKAGE_RECORDS, Store
 
-# Backends that stand in a record for comparison only: other arithmetic (one scale a tensor, BF16 weights), two launches
+# Backends that stand in a record of bench "ops" for comparison only: other arithmetic (one scale a tensor, BF16
+# weights), two launches
 # for one, or nothing that an engine here would run.
 PEERS = ("torch.compile", "torch", "reference", "cublas per tensor", "cublas", "two launches")
 
@@ -146,7 +147,8 @@ def _load(folder: Path, state: tuple) -> Tables:
     entries: dict[tuple[str, str], list] = {}
     for entry in Store(folder).winners():
         record = entry.record
-        if record.unit != "us" or record.kind != "measured" or record.backend in PEERS or record.gpu == "cpu":
+        peer = record.bench == "ops" and record.backend in PEERS
+        if record.unit != "us" or record.kind != "measured" or peer or record.gpu == "cpu":
             continue
         try:
             name = find_gpu(record.gpu).name
