@@ -112,6 +112,17 @@ _GPUS = (
         "2023-11); nothing of it was measured here",
         ("H20 96GB", "H20-SXM", "H20 SXM"),
     ),
+    GPU(
+        "B200",
+        180_000_000_000,
+        7700,
+        4500,
+        2250,
+        148,
+        "NVIDIA HGX B200 data sheet, an eighth of it (1.44 TB, 62 TB/s, dense halves of 72 and 36 PFLOPS); nothing of "
+        "it was measured here",
+        ("B200 SXM", "B200-SXM6"),
+    ),
 )
 
 _FABRICS = (

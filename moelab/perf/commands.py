@@ -18,7 +18,7 @@ Records = Annotated[
     Path | None,
     typer.Option("--records", metavar="DIR", help="Folder of your own records, used first. [default: ./records]"),
 ]
-GPUS = "h100|h200|h800|h20|gb200"
+GPUS = "h100|h200|h800|h20|b200|gb200"
 OVERLAPS = "none|dispatch|microbatch|best"
 FABRICS = "nvlink|ib400|ib800|ib200|efa|nvl72"
 ALLTOALLS = "deepep|pplx-2025|moelab|…"
@@ -64,6 +64,13 @@ def predict(
         int | None, typer.Option("--redundant-experts", metavar="R", help="Copies of experts (EP72: 32). [default: 0]")
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option("--kv-dtype", metavar="bf16|fp8", help="[default: bf16]")] = None,
+    capacity: Annotated[
+        float | None,
+        typer.Option("--capacity", metavar="BYTES", help="Memory of a GPU. [default: as a device reports]"),
+    ] = None,
+    reserve: Annotated[
+        float | None, typer.Option("--reserve", help="Share of it that the runtime keeps. [default: 0.07]")
+    ] = None,
     scenario: Annotated[
         str | None,
         typer.Option("--scenario", metavar="NAME", help="Start from a preset: gb200-nvl72, eagle-tree, nics-2x400g, …"),
@@ -85,6 +92,7 @@ def predict(
         "gpu": gpu, "dp": dp, "tp": tp, "ep": ep, "batch": batch, "kv_len": kv_len, "draft_tokens": draft_tokens,
         "acceptance": _acceptance(acceptance), "overlap": overlap, "fabric": fabric, "alltoall": alltoall,
         "imbalance": imbalance, "redundant_experts": redundant_experts, "kv_dtype": kv_dtype,
+        "capacity": capacity, "reserve": reserve,
     }  # fmt: skip
     with _Usage():
         settings = dict(find(scenario).settings) if scenario else {}

@@ -48,7 +48,7 @@ SIZE = {"dispatch": 59_264, "combine": 114_688}  # bytes of a token in every pub
 LINE_GB_S = {  # per GPU and direction
     "nvlink": 450.0, "ib400": 50.0, "ib800": 100.0, "ib200": 25.0, "efa": 50.0, "nvl72": 900.0,
 }  # fmt: skip
-NVLINK_GB_S = {"H800": 200.0}  # of a node whose NVLink is cut; else LINE_GB_S["nvlink"]
+NVLINK_GB_S = {"H800": 200.0, "B200": 900.0}  # of nodes that are not NVLink 4's; else LINE_GB_S["nvlink"]
 ALLTOALLS = ("deepep", "deepep-2025", "pplx-2025", "pplx-garden", "cpu-proxy", "moelab")
 STUDY_GB_S = {"dispatch": 25.6, "combine": 29.0}  # all copies, EP128
 LAW_ERROR, FAR_ERROR, SCALED_ERROR = 0.10, {"dispatch": 0.10, "combine": 0.15}, 0.20

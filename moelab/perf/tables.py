@@ -28,8 +28,7 @@ from moelab.results import published
 from moelab.results.store import DEFAULT_RECORDS, PACKAGE_RECORDS, Store
 
 # Backends that stand in a record of bench "ops" for comparison only: other arithmetic (one scale a tensor, BF16
-# weights), two launches
-# for one, or nothing that an engine here would run.
+# weights), two launches for one, or nothing that an engine here would run.
 PEERS = ("torch.compile", "torch", "reference", "cublas per tensor", "cublas", "two launches")
 
 
