@@ -43,7 +43,10 @@ class Exchange:
         return ("nvl72" if self.fabric == "nvl72" else "nvlink") if inside else self.fabric
 
     def law(self, stage: str) -> Law:
-        return self._recorded(stage) or laws.law(self.library, self.road, stage, self.gpu.name, self.parallel.ep)
+        key = ("law", stage, self.library, self.gpu.name, self.parallel.ep, self.one_node)
+        return self.tables.once(key, lambda: self._recorded(stage)) or laws.law(
+            self.library, self.road, stage, self.gpu.name, self.parallel.ep
+        )
 
     def time(self, stage: str, tokens: float, imbalance: float = 1.0) -> Term:
         """`tokens` that a GPU sends (dispatch) or gets back (combine); `imbalance`: rows of the busiest receiver over

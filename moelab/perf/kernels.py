@@ -21,6 +21,7 @@ to InferSim's and SGLang's, of `bmm` to the two points of 128 and 256 tokens. Th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,8 +87,15 @@ class Kernels:
 
         if precision != "fp8":
             return self._estimate("linear", cost(m))
-        found = self._curve("linear", ("m",), published_linear().get((n, k)), n=n, k=k)
-        return self._read("linear", found, m, cost)
+        found = self._curve("linear", "m", published_linear().get((n, k)), n=n, k=k)
+        like = (
+            self._like(n, k) if found is None or (found[0] != self.gpu.name and self.gpu.name not in SAME_DIE) else None
+        )
+        if like is None:
+            return self._read("linear", found, m, cost)
+        term = self.linear(m, *like)
+        ratio = estimate_us("linear", cost(m), self.gpu) / estimate_us("linear", costs.linear(m, *like), self.gpu)
+        return term.moved(ratio, BEYOND_ERROR, f"shape {n} x {k} as {like[0]} x {like[1]}")
 
     def bmm(self, t: float, heads: int, stage: str) -> Term:
         """One of the absorbed projections, `stage` bmm_k or bmm_v, of `heads` heads."""
@@ -97,7 +105,7 @@ class Kernels:
             return costs.bmm(tokens, of_heads, n, k)
 
         name = {"bmm_k": "k_b", "bmm_v": "v_b"}[stage]
-        recorded = self._curve("bmm", ("tokens",), None, heads=heads, projection=name)
+        recorded = self._curve("bmm", "tokens", None, heads=heads, projection=name)
         if recorded is not None:
             return self._read("bmm", recorded, t, cost)
         half = Curve.of(
@@ -197,14 +205,14 @@ class Kernels:
         estimate. Attention's output is quantised for o_proj in a kernel of its own, counted with the norm after it."""
         model = self.model
         hidden, q_lora, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
-        norm = self._stream("rms_norm", ("m",), t, 7 * hidden, h=hidden, form="add_quantize")
-        q_norm = self._stream("rms_norm", ("m",), t, 3 * q_lora, h=q_lora, form="quantize")
-        kv_norm = self._stream("rms_norm", ("m",), t, 4 * latent, h=latent, form="plain")
-        append = self._stream("rope_append", ("tokens",), t, 4 * 64 * heads + 2304, heads=heads, cache="bf16")
+        norm = self._stream("rms_norm", "m", t, 7 * hidden, h=hidden, form="add_quantize")
+        q_norm = self._stream("rms_norm", "m", t, 3 * q_lora, h=q_lora, form="quantize")
+        kv_norm = self._stream("rms_norm", "m", t, 4 * latent, h=latent, form="plain")
+        append = self._stream("rope_append", "tokens", t, 4 * 64 * heads + 2304, heads=heads, cache="bf16")
         wide = heads * model.v_head_dim
-        quantize = self._stream("quantize", ("m",), t * wide / hidden, 3 * hidden, k=hidden, scales="column_tma")
+        quantize = self._stream("quantize", "m", t * wide / hidden, 3 * hidden, k=hidden, scales="column_tma")
         experts = model.n_routed_experts
-        router = self._stream("router", ("tokens",), t, 4 * experts, experts=experts, gather=0)
+        router = self._stream("router", "tokens", t, 4 * experts, experts=experts, gather=0)
         return {
             "input_norm": norm,
             "qkv_norm": combined([q_norm, kv_norm]),
@@ -216,44 +224,39 @@ class Kernels:
     def _silu(self, rows: float, cut: int = 1) -> Term:
         """The routed experts' activation with its quantisation, by counts on the device."""
         width = self.model.moe_intermediate_size
-        term = self._stream("silu_mul", ("populated",), rows, 5 * width, layout="padded", i=width)
+        term = self._stream("silu_mul", "populated", rows, 5 * width, layout="padded", i=width)
         return term if cut == 1 else self.activation(rows, width // cut)
 
-    def _stream(self, op: str, axes: tuple[str], x: float, bytes_per_row: float, **exact) -> Term:
+    def _stream(self, op: str, axis: str, x: float, bytes_per_row: float, **exact) -> Term:
         """A memory-bound kernel of `x` rows, from its records or by the estimate."""
-        return self._read("elementwise", self._curve(op, axes, None, **exact), x, lambda r: Cost(0, r * bytes_per_row))
+        return self._read("elementwise", self._curve(op, axis, None, **exact), x, lambda r: Cost(0, r * bytes_per_row))
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def _has_records(self, op: str) -> bool:
         return (op, self.gpu.name) in self.tables.recorded
 
-    def _curve(self, op: str, axes: tuple[str], table: Curve | None, **exact) -> tuple[str, Curve] | None:
+    def _curve(self, op: str, axis: str, table: Curve | None, **exact) -> tuple[str, Curve] | None:
         """(GPU it was measured on, table): records of this GPU, the published table where it is of this die, records
         of another GPU, the published table."""
-        own = self._records(op, axes, self.gpu.name, **exact)
+        own = self.tables.curve(op, self.gpu.name, axis, **exact)
         if own is not None:
             return self.gpu.name, own
         if table is not None and self.gpu.name in SAME_DIE:
             return self.gpu.name, table
         for name in sorted({g for o, g in self.tables.recorded if o == op}):
-            other = self._records(op, axes, name, **exact)
+            other = self.tables.curve(op, name, axis, **exact)
             if other is not None:
                 return name, other
         return None if table is None else ("H800", table)
 
-    def _records(self, op: str, axes: tuple[str], gpu: str, **exact) -> Curve | None:
-        points, origin = self.tables.points(op, gpu, axes, **exact)
-        if len(points) < 2:
-            return None
-        return Curve.of({x: us for (x,), us in points.items()}, f"records of {op} on {gpu}", origin)
+    def _like(self, n: int, k: int) -> tuple[int, int] | None:
+        """The recorded shape of a GEMM on this GPU whose weight is nearest in size."""
+        shapes = self.tables.shapes("linear", self.gpu.name, ("n", "k"), "m")
+        return min(shapes, key=lambda s: abs(math.log(s[0] * s[1] / (n * k))), default=None)
 
     def _grid_of_records(self, op: str, axes: tuple[str, str], **exact) -> Grid | None:
-        points, origin = self.tables.points(op, self.gpu.name, axes, **exact)
-        if len(points) < 4:
-            return None
-        grid = Grid.of(points, f"records of {op} on {self.gpu.name}", origin)
-        return grid if len(grid.x) > 1 else None
+        return self.tables.grid(op, self.gpu.name, axes, **exact)
 
     def _estimate(self, op: str, cost: Cost) -> Term:
         _, f, b = ESTIMATES[op]

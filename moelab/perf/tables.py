@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,9 +112,10 @@ def _place(axis: np.ndarray, x: float) -> tuple[tuple[int, int], float]:
 
 @dataclass(frozen=True)
 class Tables:
-    """Everything that was measured, by op. Published tables are keyed by the GPU that they were measured on."""
+    """Everything that was recorded, by op and GPU: ((parameters, us, origin), …). Curves and grids are made once."""
 
     recorded: Mapping[tuple[str, str], tuple[tuple[Mapping, float, str], ...]] = field(default_factory=dict)
+    _made: dict = field(default_factory=dict, compare=False, repr=False)
 
     def points(self, op: str, gpu: str, axes: tuple[str, ...], **exact) -> tuple[dict[tuple, float], str]:
         """({(value of each axis): us}, origin) of the records of `op` on `gpu` that carry the parameters `exact`.
@@ -127,6 +128,43 @@ class Tables:
                 found[key] = min(us, found.get(key, us))
                 own |= origin == "measured"
         return found, "measured" if own else "recorded"
+
+    def curve(self, op: str, gpu: str, axis: str, **exact) -> Curve | None:
+        """The records over one axis; None of fewer than two."""
+
+        def make() -> Curve | None:
+            points, origin = self.points(op, gpu, (axis,), **exact)
+            if len(points) < 2:
+                return None
+            return Curve.of({x: us for (x,), us in points.items()}, f"records of {op} on {gpu}", origin)
+
+        return self.once((op, gpu, axis, tuple(sorted(exact.items()))), make)
+
+    def grid(self, op: str, gpu: str, axes: tuple[str, str], **exact) -> Grid | None:
+        """The records over two axes, lines with holes left out; None without two points on the first axis."""
+
+        def make() -> Grid | None:
+            points, origin = self.points(op, gpu, axes, **exact)
+            grid = Grid.of(points, f"records of {op} on {gpu}", origin) if len(points) > 1 else None
+            return grid if grid is not None and len(grid.x) > 1 else None
+
+        return self.once((op, gpu, axes, tuple(sorted(exact.items()))), make)
+
+    def shapes(self, op: str, gpu: str, names: tuple[str, ...], axis: str) -> list[tuple[int, ...]]:
+        """The values of the parameters `names` for which there is a curve over `axis`."""
+
+        def make() -> list[tuple[int, ...]]:
+            rows = self.recorded.get((op, gpu), ())
+            found = sorted({tuple(int(p[n]) for n in names) for p, _, _ in rows if all(n in p for n in names)})
+            return [v for v in found if self.curve(op, gpu, axis, **dict(zip(names, v, strict=True))) is not None]
+
+        return self.once((op, gpu, names), make)
+
+    def once(self, key: tuple, make: Callable):
+        """What `make()` returns, made at the first call for `key`."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 NOTHING_RECORDED = Tables()
