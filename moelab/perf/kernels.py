@@ -104,18 +104,14 @@ class Kernels:
         def cost(tokens: float, of_heads: int = heads) -> Cost:
             return costs.bmm(tokens, of_heads, n, k)
 
+        half = {m: us / 2 for m, us in BMM_PAIR.items()}
+        table = Curve.of(half, "DeepSeek's trace on H800, half of the pair", "published") if heads == 128 else None
         name = {"bmm_k": "k_b", "bmm_v": "v_b"}[stage]
-        recorded = self._curve("bmm", "tokens", None, heads=heads, projection=name)
-        if recorded is not None:
-            return self._read("bmm", recorded, t, cost)
-        half = Curve.of(
-            {m: us / 2 for m, us in BMM_PAIR.items()}, "DeepSeek's trace on H800, half of the pair", "published"
-        )
-        term = self._read("bmm", ("H800", half), t, lambda tokens: cost(tokens, 128))
-        if heads == 128:
-            return term
+        found = self._curve("bmm", "tokens", table, heads=heads, projection=name)
+        if found is not None:
+            return self._read("bmm", found, t, cost)
         ratio = estimate_us("bmm", cost(t), self.gpu) / estimate_us("bmm", cost(t, 128), self.gpu)
-        return term.moved(ratio, BEYOND_ERROR, f"{heads} heads of 128")
+        return self.bmm(t, 128, stage).moved(ratio, BEYOND_ERROR, f"{heads} heads of 128")
 
     def mla(self, batch: float, q_len: float, heads: int, kv_len: float, kv_dtype: str = "bf16") -> Term:
         """Decode attention. q·heads rows share a read of the latent. Tables have one query and 128 heads: more rows
