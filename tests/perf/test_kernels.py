@@ -163,3 +163,23 @@ def test_more_requests_and_longer_caches_are_never_faster(a, b, kv):
         assert kernels.mla(low, 1, 128, kv).us <= kernels.mla(high, 1, 128, kv).us * 1.001
         assert kernels.mla(low, 1, 128, kv).us <= kernels.mla(low, 1, 128, 1.1 * kv).us * 1.001
         assert kernels.linear(low, 7168, 16384).us <= kernels.linear(high, 7168, 16384).us + 1e-9
+
+
+def test_records_of_one_gpu_leave_another_its_published_table():
+    """H200 records of every op must not move the study's layer on H100."""
+    points = [({"tokens": t, "heads": 128, "projection": p}, 1.0) for t in (1, 256) for p in ("k_b", "v_b")]
+    tables = Tables(
+        recorded("bmm", points).recorded
+        | recorded("linear", [({"m": m, "n": 7168, "k": 16384}, 1.0) for m in (1, 256)]).recorded
+        | recorded("rms_norm", [({"m": m, "h": 7168, "form": "add_quantize"}, 1.0) for m in (1, 256)]).recorded
+        | recorded("router", [({"tokens": t, "experts": 256, "gather": 0}, 1.0) for t in (1, 256)]).recorded
+    )
+    kernels = Kernels(gpu("H100"), V3, tables)
+    assert kernels.bmm(128, 128, "bmm_k") == H100.bmm(128, 128, "bmm_k")
+    assert kernels.linear(128, 7168, 16384) == H100.linear(128, 7168, 16384)
+    assert kernels.glue(128) == H100.glue(128)
+    here = Kernels(gpu("H200"), V3, tables)
+    assert here.bmm(128, 128, "bmm_k").us == 1.0
+    assert here.bmm(128, 16, "bmm_v").origin == "extrapolated" and here.bmm(128, 16, "bmm_v").us < 1.0
+    nearest = here.linear(64, 7168, 4096)  # never recorded: as the recorded shape of nearest size, by the estimates
+    assert nearest.origin == "extrapolated" and "as 7168 x 16384" in nearest.source and nearest.us < 1.0
