@@ -59,15 +59,14 @@ def span(ax: Axes, start: float, end: float, text: str) -> None:
                 ha="center", va="top", fontsize=8.5, color=SOFT)  # fmt: skip
 
 
-def claimed(ax: Axes, x: tuple[float, float], y: tuple[float, float], text: str = "") -> None:
-    """A field in which the study says that values lie, named below it."""
+def claimed(ax: Axes, x: tuple[float, float], y: tuple[float, float], text: str, beside: bool = False) -> None:
+    """A field in which the study says that values lie, named in its upper left corner or left of it."""
     from matplotlib.patches import Rectangle
 
     ax.add_patch(Rectangle((x[0], y[0]), x[1] - x[0], y[1] - y[0], facecolor="#f2b179", alpha=0.28, edgecolor="#c98236",
                            linewidth=0.8, linestyle="--", zorder=1))  # fmt: skip
-    if text:
-        ax.annotate(text, (x[1], y[0]), (0, -3), textcoords="offset points", ha="right", va="top", fontsize=8.5,
-                    color="#8a5317", zorder=5)  # fmt: skip
+    ax.annotate(text, (x[0], y[1]), (-5 if beside else 4, -4), textcoords="offset points", va="top",
+                ha="right" if beside else "left", fontsize=8.5, color="#8a5317", zorder=5)  # fmt: skip
 
 
 def by_batch(ax: Axes, frame: pd.DataFrame, y: str, scale: float = 1.0, named: bool = True) -> None:
