@@ -38,9 +38,11 @@ class Exchange:
 
     @property
     def road(self) -> str:
-        """The fabric whose law counts: NVLink inside a node, but for a library that does not use it."""
-        inside = self.one_node and self.library != "deepep-2025"
-        return ("nvl72" if self.fabric == "nvl72" else "nvlink") if inside else self.fabric
+        """The fabric whose law counts: NVLink inside a node, but for a library that does not use it; 400G NICs between
+        NVL72's racks."""
+        if self.one_node and self.library != "deepep-2025":
+            return "nvl72" if self.fabric == "nvl72" else "nvlink"
+        return "ib400" if self.fabric == "nvl72" else self.fabric
 
     def law(self, stage: str) -> Law:
         key = ("law", stage, self.library, self.gpu.name, self.parallel.ep, self.one_node)

@@ -117,7 +117,9 @@ def test_limits():
     assert exchange(256).time("dispatch", 100).us < 25 + 100 * 59_264 / 47e3
     assert exchange(1).time("dispatch", 100).us == 0
     assert exchange(8).road == "nvlink" and exchange(8, "deepep-2025").road == "ib400"
-    assert exchange(64, road="nvl72").road == "nvl72" and exchange(128, road="nvl72").one_node is False
+    assert exchange(64, road="nvl72").road == "nvl72"
+    racks = exchange(128, road="nvl72")  # 72 GPUs a rack, NICs between racks
+    assert racks.road == "ib400" and racks.time("dispatch", 64).us == pytest.approx(25 + 64 * 59_264 * 56 / 128 / 47e3)
 
 
 def test_what_nobody_measured_says_so():
