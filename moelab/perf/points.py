@@ -12,7 +12,7 @@ exchanges of sources that it was not fitted to, and the project's own Records.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moelab.config import ParallelConfig, preset
@@ -160,18 +160,9 @@ def exchange_rows() -> Iterator[Row]:
 
 
 def recorded_rows(tables: Tables) -> Iterator[Row]:
-    """The fastest backend of each recorded setting, against what published tables alone would have said."""
-    readers: dict[str, Callable[[Kernels, dict], Term | None]] = {
-        "linear": lambda k, p: k.linear(p["m"], p["n"], p["k"]) if _has(p, "m", "n", "k") else None,
-        "mla": lambda k, p: (
-            k.mla(p["batch"], p["q_len"], p["heads"], p["kv_len"], p.get("kv_dtype", "bf16"))
-            if _has(p, "batch", "q_len", "heads", "kv_len")
-            else None
-        ),
-    }
+    """The fastest backend of each recorded setting, against what published tables and estimates alone would have
+    said of that GPU."""
     for (op, gpu), points in tables.recorded.items():
-        if op not in readers:
-            continue
         best: dict[tuple, tuple[float, dict]] = {}
         for params, us, _ in points:
             key = tuple(sorted((k, v) for k, v in params.items() if k != "backend"))
@@ -179,14 +170,27 @@ def recorded_rows(tables: Tables) -> Iterator[Row]:
                 best[key] = (us, dict(params))
         kernels = Kernels(find_gpu(gpu), MODEL, NOTHING_RECORDED)
         for us, params in best.values():
-            term = readers[op](kernels, params)
+            term = _without_records(op, kernels, params)
             if term is not None:
                 shown = " ".join(f"{k}={v}" for k, v in sorted(params.items()) if k not in ("backend", "bench", "gpus"))
                 yield _row(f"{gpu} {op} {shown}", "recorded", us, term, "Records")
 
 
-def _has(params: dict, *names: str) -> bool:
-    return all(isinstance(params.get(name), (int, float)) for name in names)
+def _without_records(op: str, kernels: Kernels, p: dict) -> Term | None:
+    """What the model says of one recorded setting; None for a kernel that no step has."""
+    if op == "linear":
+        return kernels.linear(p["m"], p["n"], p["k"])
+    if op == "mla":
+        return kernels.mla(p["batch"], p["q_len"], p["heads"], p["kv_len"], p["kv"])
+    if op == "grouped_gemm" and p["layout"] == "padded":
+        return kernels.grouped(p["rows"], p["active"])[p["projection"]]
+    if op == "bmm":
+        return kernels.bmm(p["tokens"], p["heads"], {"k_b": "bmm_k", "v_b": "bmm_v"}[p["projection"]])
+    if op == "quantize":
+        return kernels.stream(3 * p["m"] * p["k"])
+    if op == "silu_mul" and p["layout"] == "padded":
+        return kernels.stream(5 * p["populated"] * p["i"])
+    return None
 
 
 def _row(name: str, kind: str, measured: float, term: Term, source: str) -> Row:

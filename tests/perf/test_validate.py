@@ -9,6 +9,7 @@ import pytest
 from moelab.config import ConfigError
 from moelab.perf import points, validate
 from moelab.perf.tables import NOTHING_RECORDED, load, rows
+from tests.perf.test_kernels import recorded
 
 PUBLISHED = {r["id"]: r for r in rows("deployments")}
 
@@ -137,6 +138,22 @@ def test_other_points():
     assert s["exchange"]["median_abs_error"] < 0.10 and abs(s["exchange"]["worst_error"]) < 0.20
     assert s["kernel"]["median_abs_error"] < 0.12
     assert len({r.id for r in found}) == len(found)
+
+
+def test_recorded_points_are_judged_without_their_records():
+    tables = recorded("linear", [({"m": m, "n": 7168, "k": 16384}, 20.0) for m in (16, 64)])
+    found = [r for r in points.recorded_rows(tables) if r.kind == "recorded"]
+    assert len(found) == 2 and all(r.measured == 20.0 and r.predicted > 30 for r in found)
+    padded = {"active": 32, "rows": 256, "layout": "padded", "projection": "down", "n": 7168, "k": 2048}
+    settings = {
+        "mla": {"batch": 8, "q_len": 1, "heads": 128, "kv_len": 4095, "kv": "bf16"}, "grouped_gemm": padded,
+        "bmm": {"tokens": 128, "heads": 128, "projection": "v_b"}, "quantize": {"m": 8192, "k": 7168},
+        "silu_mul": {"layout": "padded", "populated": 256, "i": 2048},
+    }  # fmt: skip
+    for op, params in settings.items():
+        (row,) = points.recorded_rows(recorded(op, [(params, 50.0)]))
+        assert row.predicted > 0 and row.id.startswith(f"H200 {op} ")
+    assert not list(points.recorded_rows(recorded("router", [({"tokens": 1}, 3.0)])))
 
 
 def test_leaving_a_source_out():
