@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moelab.config import ConfigError
 from moelab.perf.deployment import deployment
 from moelab.perf.prediction import Prediction, evaluate
-from moelab.perf.tables import Tables, load
+from moelab.perf.tables import NOTHING_RECORDED, Tables, load
 from moelab.stages import CATEGORIES
 
 if TYPE_CHECKING:
@@ -65,14 +65,22 @@ def sweep(
 
 
 def study_sweep(
-    kv_len: float = 5000, draft_tokens: int = 1, acceptance: float = 0.6, alltoall: str = "pplx-2025", **settings
+    kv_len: float = 5000,
+    draft_tokens: int = 1,
+    acceptance: float = 0.6,
+    alltoall: str = "pplx-2025",
+    tables: Tables = NOTHING_RECORDED,
+    **settings,
 ) -> pd.DataFrame:
     """The study's: EP8 on H200, EP16 to EP128 on H100; TP 1, 2, 4, 8; batch 1 to 128; the best overlap of each. Its
-    kernels of 2025 by default; `settings` as in `sweep`."""
+    exchange of 2025 by default, `settings` as in `sweep`.
+
+    `tables`: published ones alone unless given. Records exist of one kind of GPU, with kernels of their day: they
+    would set today's H200 against H100 as it was, and the study compares the two."""
     import pandas as pd
 
     given = {"batch": list(STUDY_BATCHES), "kv_len": kv_len, "draft_tokens": draft_tokens, "acceptance": acceptance,
-             "alltoall": alltoall} | settings  # fmt: skip
+             "alltoall": alltoall, "tables": tables} | settings  # fmt: skip
     return pd.concat([sweep(g, ep=ep, tp=list(STUDY_TP), **given) for ep, g in STUDY_GPUS.items()], ignore_index=True)
 
 

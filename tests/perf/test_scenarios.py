@@ -55,7 +55,7 @@ def test_a_sweep_is_predictions():
 
 def test_the_studys_sweep_and_its_claims():
     started = time.process_time()
-    frame = study_sweep(tables=NOTHING_RECORDED)
+    frame = study_sweep()
     assert time.process_time() - started < 10 and len(frame) == 160
     one = {ep: part for ep, part in frame.groupby("ep")}
     assert not one[8][(one[8]["tp"] == 1) & (one[8]["batch"] == 128)]["fits"].any()  # one node cannot reach 128
