@@ -83,7 +83,7 @@ def plan(found: Plan) -> None:
         low, high = p.interval["tok_s_per_gpu"]
         bound = ", ".join(f"{name} {share:.0%}" for name, share in o.bounds()[:2])
         cost = (f"{o.usd_per_million:.2f}",) if o.usd_per_million is not None else ()
-        table.add_row(str(i), f"{o.instances} x {o.name()}", f"{p.deployment.batch:g}", p.overlap,
+        table.add_row(str(i), o.name(), f"{p.deployment.batch:g}", p.overlap,
                       f"{p.tok_s_per_request:.1f}", f"{o.tok_s_per_gpu:.0f}", f"{low:.0f}–{high:.0f}", bound, o.limit,
                       *cost)  # fmt: skip
     print(f"ranked by {found.by}")

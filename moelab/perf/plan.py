@@ -46,8 +46,8 @@ class Option:
 
     def name(self) -> str:
         d = self.prediction.deployment
-        how = "EP1" if d.expert_tp else f"EP{d.parallel.ep}"
-        return f"{self.pool}: {how} DP{d.parallel.dp} TP{d.parallel.tp}"
+        how = "experts by TP" if d.expert_tp else f"EP{d.parallel.ep}"
+        return f"{self.pool}: {self.instances} x {how} DP{d.parallel.dp} TP{d.parallel.tp}"
 
     def bounds(self) -> list[tuple[str, float]]:
         """Terms by their share of the work, the largest first."""
