@@ -114,6 +114,7 @@ def published_points(library: str, fabric: str, stage: str, gpu: str = "") -> tu
     return tuple(sorted(found))
 
 
+@functools.cache
 def law(library: str, road: str, stage: str, gpu: str, ep: int) -> Law:
     """The published law; a road without one takes that of a like road, scaled by the line rate."""
     known = _published(library, road, stage, gpu, ep)
