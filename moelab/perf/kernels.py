@@ -149,13 +149,18 @@ class Kernels:
             share = {"up": 2 / 3, "down": 1 / 3, "core": 1.0}[part]
             return Cost(share * whole.flops, share * whole.bytes, precision)
 
-        if cut > 1 or precision != "fp8":
-            term = self._estimate("grouped", cost(active, rows, "core"))
-            return {"gate_up": term.scaled(2 / 3), "silu_mul_quant": self._silu(rows, cut), "down": term.scaled(1 / 3)}
         recorded = [
             self._grid_of_records("grouped_gemm", ("active", "rows"), n=n, k=k, layout="padded")
             for n, k in costs.mlp_shapes(self.model, self.model.moe_intermediate_size).values()
         ]
+        if cut > 1 and precision == "fp8" and all(r is not None for r in recorded):
+            # As many whole experts and rows as have the same weights and FLOP.
+            why = f"experts cut in {cut}, as whole ones of the same size"
+            whole = self.grouped(rows / cut, active / cut)
+            return {name: term.moved(1.0, BEYOND_ERROR, why) for name, term in whole.items()}
+        if cut > 1 or precision != "fp8":
+            term = self._estimate("grouped", cost(active, rows, "core"))
+            return {"gate_up": term.scaled(2 / 3), "silu_mul_quant": self._silu(rows, cut), "down": term.scaled(1 / 3)}
         if all(r is not None for r in recorded):
             up, down = (
                 self._read_grid("grouped", (self.gpu.name, grid), active, rows, lambda g, r, p=part: cost(g, r, p))

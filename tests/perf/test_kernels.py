@@ -99,6 +99,8 @@ def test_records_of_attention_and_experts_are_read_by_their_parameters():
               for a in (2, 32) for r in (32, 2048) for n, k in ((4096, 7168), (7168, 2048))]  # fmt: skip
     routed = Kernels(gpu("H200"), V3, recorded("grouped_gemm", points)).grouped(2048, 32)
     assert routed["gate_up"].us == 32 + 32 + 1 and routed["down"].us == 32 + 32 + 1.75
+    cut = Kernels(gpu("H200"), V3, recorded("grouped_gemm", points)).grouped(2048 * 8, 256, cut=8)
+    assert cut["down"].us == routed["down"].us and cut["down"].origin == "extrapolated"  # the same weights and FLOP
     one_length = [({"batch": b, "q_len": 1, "kv_len": 5000, "heads": 16, "kv": "bf16"}, 10.0 + b) for b in (1, 32)]
     short = Kernels(gpu("H200"), V3, recorded("mla", one_length)).mla(32, 1, 16, 1000)
     assert short.origin == "extrapolated" and short.us < 42
