@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moelab.config import ConfigError
+from moelab.config import ConfigError, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,43 @@ def by_chance(
     return imbalance(rng.multinomial(tokens * top_k, shares, size=draws))
 
 
+def even_ids(steps: int, tokens: int, model: ModelConfig, rng: np.random.Generator) -> np.ndarray:
+    """[steps, tokens, k] of a router without preferences: every token keeps some groups and of them k experts, any as
+    likely as any other. Exact, where `by_chance` is quick."""
+    groups = rng.permuted(np.tile(np.arange(model.n_group), (steps, tokens, 1)), axis=-1)[..., : model.topk_group]
+    size = model.n_routed_experts // model.n_group
+    pool = (groups[..., None] * size + np.arange(size)).reshape(steps, tokens, -1)
+    return rng.permuted(pool, axis=-1)[..., : model.num_experts_per_tok]
+
+
 def uneven_experts(num_experts: int, spread: float, rng: np.random.Generator) -> np.ndarray:
     """[E] made-up shares of rows with mean 1, log-normal, whose standard deviation is `spread` on average. The shape is
     an assumption; it was fitted to real routing of DeepSeek-V3 (MMLU-Pro) in DeepEP's pull request 393."""
     sigma = np.sqrt(np.log(1 + spread**2))
     rows = rng.lognormal(-(sigma**2) / 2, sigma, num_experts)
     return rows / rows.mean()
+
+
+def rows_by_expert(ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """[layers, E]: rows of each expert over everything in `ids` [texts, layers, positions, K]; -1 counts nowhere."""
+    layers = np.moveaxis(np.asarray(ids), 1, 0).reshape(ids.shape[1], -1)
+    return np.stack([np.bincount(x[x >= 0], minlength=num_experts) for x in layers])
+
+
+def rows_by_step(ids: np.ndarray, tokens: int, num_experts: int) -> np.ndarray:
+    """[layers, steps, E]: rows of each expert in steps of one token from each of `tokens` texts, as in decoding.
+    `ids` [texts, layers, positions, K]; texts that do not fill a step are left out."""
+    texts, layers, positions, k = ids.shape
+    if not 1 <= tokens <= texts:
+        raise ConfigError(f"tokens is {tokens}: legal are 1 to {texts}, the number of texts")
+    steps = np.asarray(ids)[: texts // tokens * tokens].reshape(-1, tokens, layers, positions, k)
+    steps = steps.transpose(2, 0, 3, 1, 4).reshape(layers, -1, tokens * k)
+    chosen = steps[..., None] == np.arange(num_experts)
+    return chosen.sum(-2)
+
+
+def places_by_token(ids: np.ndarray, num_experts: int, places: int) -> float:
+    """Mean number of distinct places, out of `places` with equal runs of experts, that a token of `ids` [..., K] goes
+    to; the model of it is `moelab.perf.experts.destinations`."""
+    at = np.sort(np.asarray(ids) // (num_experts // places), axis=-1)
+    return float((1 + (np.diff(at, axis=-1) != 0).sum(-1)).mean())

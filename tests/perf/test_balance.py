@@ -96,3 +96,38 @@ def test_made_up_shares(rng):
     assert shares.mean() == pytest.approx(1)
     assert shares.std() == pytest.approx(0.5, rel=0.05)
     assert balance.uneven_experts(16, 0.0, rng).tolist() == [1.0] * 16
+
+
+def test_rows_are_counted(rng):
+    # 2 texts, 2 layers, 2 places, 2 experts a token
+    ids = np.array([[[[0, 1], [1, 2]], [[3, 0], [3, 3]]], [[[0, 2], [1, 0]], [[0, 1], [2, -1]]]])
+    assert balance.rows_by_expert(ids, 4).tolist() == [[3, 3, 2, 0], [2, 1, 1, 3]]
+    steps = balance.rows_by_step(ids, 2, 4)
+    assert steps.shape == (2, 2, 4)
+    assert steps[0].tolist() == [[2, 1, 1, 0], [1, 2, 1, 0]]  # place 0 of both texts, then place 1
+    assert balance.rows_by_step(ids, 1, 4).shape == (2, 4, 4)
+    with pytest.raises(ConfigError, match="tokens is 3: legal are 1 to 2"):
+        balance.rows_by_step(ids, 3, 4)
+
+
+def test_places_are_counted(rng):
+    from moelab.config import preset
+    from moelab.perf.experts import destinations
+
+    assert balance.places_by_token(np.array([[0, 1, 2, 3], [0, 4, 8, 12], [0, 1, 4, 5]]), 16, 4) == pytest.approx(7 / 3)
+    v3 = preset("deepseek-v3")
+    ids = np.stack([rng.choice(256, 8, replace=False) for _ in range(4000)])
+    assert balance.places_by_token(ids, 256, 8) == pytest.approx(destinations(8, v3, group_limited=False), rel=0.01)
+
+
+def test_even_ids_are_a_router_without_preferences(rng):
+    from moelab.config import preset
+
+    model = preset("tinyseek")
+    ids = balance.even_ids(50, 40, model, rng)
+    assert ids.shape == (50, 40, 4)
+    assert all(len(set(token)) == 4 for token in ids.reshape(-1, 4).tolist())
+    groups = ids // (model.n_routed_experts // model.n_group)
+    assert max(len(set(token)) for token in groups.reshape(-1, 4).tolist()) == model.topk_group
+    share = np.bincount(ids.ravel(), minlength=16) / ids.size * 16
+    assert share.min() > 0.85 and share.max() < 1.15
