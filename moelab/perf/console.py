@@ -9,7 +9,7 @@ from moelab.perf.calibrate import Fit, Overhead
 from moelab.perf.plan import Option, Plan
 from moelab.perf.points import LeftOut
 from moelab.perf.prediction import Prediction
-from moelab.perf.validate import Row, summary
+from moelab.perf.validate import FITTED, Row, summary
 from moelab.stages import CATEGORIES
 
 STATEMENT = (
@@ -108,6 +108,7 @@ def row_dict(r: Row) -> dict:
 def validation_dict(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> dict:
     return {
         "statement": STATEMENT,
+        "fitted": [{"constant": name, "to": source} for name, source in FITTED],
         "classes": summary(rows),
         "rows": [row_dict(r) for r in rows],
         "leave_one_source_out": [vars(x) for x in left_out],
@@ -139,6 +140,10 @@ def validation(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> None:
         )  # fmt: skip
     _show(table)
     if left_out:
+        table = _table(("constant", "fitted to"))
+        for name, source in FITTED:
+            table.add_row(name, source)
+        _show(table)
         table = _table(("left out", "judged by it", "points", "median |error|", "worst"), right=(2, 3, 4))
         for x in left_out:
             table.add_row(x.left_out, x.judged, str(x.points), f"{x.median:.1%}", f"{x.worst:+.1%}")

@@ -37,6 +37,22 @@ from moelab.perf.prediction import Prediction, predict
 from moelab.perf.prefill import prefill
 from moelab.perf.tables import Tables, load, rows
 
+# Every constant that was fitted or assumed, and what to. No deployment is among the sources.
+FITTED = (
+    ("tables of kernels", "InferSim, DeepGEMM's README, aiconfigurator (SGLang, TensorRT-LLM); read, not fitted"),
+    ("t0, f, b of linear", "InferSim's and the README's GEMMs on H800"),
+    ("t0, f of mla; b", "TensorRT-LLM's kernel on H100 and H200, FlashMLA's on H800; FlashMLA's memory-bound rate"),
+    ("t0, f, b of grouped", "InferSim's grouped GEMMs on H800, SGLang's expert core on H100 and H200"),
+    ("BMM and glue, 128 tokens; 256", "DeepSeek's trace; an assumption of the checks"),
+    ("law of deepep on 400G", "aiconfigurator's DeepEP table, EP16-64, 32 to 256 tokens, rounded"),
+    ("law of deepep over NVLink", "aiconfigurator's table of 2026-07, EP8, from 64 tokens, per GPU"),
+    ("law of deepep-2025", "DeepEP of early 2025 as pplx-kernels quotes it, EP8-128 at 128 tokens"),
+    ("law of pplx-2025", "pplx-kernels README, one and 128 tokens; at EP128 the study's two rates"),
+    ("latency of cpu-proxy", "pplx-kernels over IBRC, one token"),
+    ("attention and exchange of prefill", "FlashAttention-3's paper; README files of DeepEP and UCCL-EP"),
+    ("host 1.5 ms, graphs 0.5 GB, reserve 7 %", "assumptions"),
+    ("10 % that no term holds", "aiconfigurator's published error of TPOT (arXiv 2601.06288)"),
+)
 LENGTHS = 0.9  # InferenceX draws lengths from 0.8-1.0 of nominal
 
 
