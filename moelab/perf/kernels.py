@@ -127,9 +127,7 @@ class Kernels:
             return self._read_grid(
                 "mla", (self.gpu.name, exact), batch, kv_len, lambda b, kv: cost(b, q_len, heads, kv)
             )
-        home = self.gpu.name if (self.gpu.name, kv_dtype) in published_mla() else "H200"
-        if kv_dtype == "fp8" and home == "H800":
-            home = "H100"
+        home = self.gpu.name if (self.gpu.name, kv_dtype) in published_mla() else "H100"
         grid = published_mla()[home, kv_dtype]
         rows = q_len * heads
         same = batch * max(rows / 128, 1.0)

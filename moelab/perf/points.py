@@ -25,7 +25,7 @@ from moelab.perf.prediction import UNMODELLED, Prediction, predict
 from moelab.perf.sweeps import study_sweep, throughput_at
 from moelab.perf.tables import NOTHING_RECORDED, Tables, rows
 from moelab.perf.term import Term, combined
-from moelab.perf.validate import Row
+from moelab.perf.validate import Row, deployments
 
 MODEL = preset("deepseek-v3")
 STUDY = {"batch": 128, "kv_len": 5000, "draft_tokens": 1, "acceptance": 0.6, "alltoall": "pplx-2025"}
@@ -228,6 +228,10 @@ def leave_one_out() -> list[LeftOut]:
             _left_out(f"TensorRT-LLM's MLA on {target}", f"table of {home}, scaled", _mla_errors(home, target))
         )
     found.append(_left_out("SGLang's expert core on H200", "InferSim's table of H800, scaled", _core_errors()))
+    nameless = dataclasses.replace(find_gpu("H200"), name="H200 without tables")
+    on_h200 = [r for r in rows("deployments") if r["gpu"] == "H200"]
+    errors = [r.error for r in deployments(on_h200, NOTHING_RECORDED, {"H200": nameless}) if r.error is not None]
+    found.append(_left_out("every table and law of H200", "deployments on H200", errors))
     return found
 
 

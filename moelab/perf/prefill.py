@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 
 from moelab.config import ConfigError
+from moelab.hardware import GPU
 from moelab.perf import costs, laws, traffic
 from moelab.perf.deployment import Deployment, deployment
 from moelab.perf.experts import active_experts, destinations
@@ -54,7 +55,7 @@ class Prefill:
 
 
 def prefill(
-    gpu: str,
+    gpu: str | GPU,
     dp: int,
     tp: int = 1,
     *,

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moelab.config import ConfigError
+from moelab.hardware import GPU
 from moelab.perf.prediction import Prediction, predict
 from moelab.perf.prefill import prefill
 from moelab.perf.tables import Tables, load, rows
@@ -111,13 +112,17 @@ def read(path: str | Path) -> list[dict[str, str]]:
     return found
 
 
-def deployments(table: Sequence[Mapping[str, str]] | None = None, tables: Tables | None = None) -> list[Row]:
-    """All rows of the published table, or of another one with its columns."""
+def deployments(
+    table: Sequence[Mapping[str, str]] | None = None,
+    tables: Tables | None = None,
+    instead: Mapping[str, GPU] | None = None,
+) -> list[Row]:
+    """All rows of the published table, or of another one with its columns. `instead`: {name in the table: a GPU}."""
     tables = load() if tables is None else tables
-    return [deployment_row(r, tables) for r in (rows("deployments") if table is None else table)]
+    return [deployment_row(r, tables, instead) for r in (rows("deployments") if table is None else table)]
 
 
-def deployment_row(r: Mapping[str, str], tables: Tables) -> Row:
+def deployment_row(r: Mapping[str, str], tables: Tables, instead: Mapping[str, GPU] | None = None) -> Row:
     common = {"id": r["id"], "kind": "deployment", "source": r.get("source") or ""}
     if r.get("engine") == "study":
         return Row(**common, quantity="", unit="", measured=None, reason="a claim of the study, judged as one")
@@ -126,6 +131,8 @@ def deployment_row(r: Mapping[str, str], tables: Tables) -> Row:
         return Row(**common, quantity="step", unit="ms", measured=None, reason="neither step time nor speed published")
     try:
         given = inputs(r)
+        if instead and r["gpu"] in instead:
+            given.settings["gpu"] = instead[r["gpu"]]
         plain = _range(given, {}, None, tables)
         changed = {k: v for settings in given.causes.values() for k, v in settings.items()}
         mended = _range(given, changed, given.prefill, tables) if given.causes else plain
@@ -217,7 +224,7 @@ def _prefill_ms(p: Prediction, isl: float, osl: float, tables: Tables) -> float:
     """What other requests' prefills add to a step: each of `batch` requests makes way for one per osl tokens."""
     d = p.deployment
     one = prefill(
-        d.gpu.name, d.parallel.dp, d.parallel.tp, ep=1 if d.expert_tp else None, prompt_len=LENGTHS * isl,
+        d.gpu, d.parallel.dp, d.parallel.tp, ep=1 if d.expert_tp else None, prompt_len=LENGTHS * isl,
         tables=tables, redundant_experts=d.redundant, fabric=d.fabric, alltoall=d.alltoall,
     )  # fmt: skip
     return d.batch * one.ttft_ms / (LENGTHS * osl)

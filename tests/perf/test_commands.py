@@ -122,7 +122,7 @@ def test_plan(moelab):
 def test_validate_and_calibrate(moelab, tmp_path):
     found = json.loads(moelab("validate", "--json")[1])
     assert found["classes"]["deployment"]["median_abs_error"] < 0.10
-    assert "Nothing is tuned" in found["statement"] and len(found["leave_one_source_out"]) == 9
+    assert "Nothing is tuned" in found["statement"] and len(found["leave_one_source_out"]) == 10
     row = next(r for r in found["rows"] if r["id"] == "trtllm-h100-ep16-1k1k-b4")
     assert row["causes"] == ["host-driven exchange"] and abs(row["error"]) < 0.25 < abs(row["error_before_causes"])
     assert "passed over" in moelab("validate")[1]
