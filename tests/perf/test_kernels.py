@@ -90,10 +90,14 @@ def test_records_of_the_gpu_come_first_then_its_table_then_records_of_another():
 
 
 def test_records_of_attention_and_experts_are_read_by_their_parameters():
-    points = [({"batch": b, "q_len": 2, "kv_len": kv, "heads": 128, "kv": "bf16"}, b * kv / 100.0)
+    points = [({"batch": b, "q_len": 2, "kv_len": kv, "heads": 128, "kv": "bf16"}, b * kv / 2000.0)
               for b in (1, 16, 128) for kv in (1024, 5000)]  # fmt: skip
     mla = Kernels(gpu("H200"), V3, recorded("mla", points))
-    assert mla.mla(16, 2, 128, 5000).us == 800 and mla.mla(16, 2, 128, 5000).origin == "recorded"
+    assert mla.mla(16, 2, 128, 5000).us == 40 and mla.mla(16, 2, 128, 5000).origin == "recorded"
+    slow = [(params, 1000.0) for params, _ in points]
+    assert Kernels(gpu("H200"), V3, recorded("mla", slow)).mla(16, 2, 128, 5000) == H200.mla(16, 2, 128, 5000)
+    own = Kernels(gpu("H200"), V3, recorded("mla", slow, origin="measured")).mla(16, 2, 128, 5000)
+    assert (own.us, own.origin) == (1000.0, "measured")  # the user's own counts even where it is slower
     assert mla.mla(16, 1, 128, 5000).origin == "published"  # other queries: the table of the GPU
     points = [({"active": a, "rows": r, "n": n, "k": k, "layout": "padded"}, a + r / 64.0 + n / 4096)
               for a in (2, 32) for r in (32, 2048) for n, k in ((4096, 7168), (7168, 2048))]  # fmt: skip
