@@ -19,6 +19,9 @@ Causes are terms for a class of rows, applied to every row of the class, with th
                           copy by NIC, also inside the node
     host-driven exchange  TensorRT-LLM between nodes: NCCL, whose threads on the host post the messages
     prefill in between    engines that prefill themselves ("aggregated"): batch/osl prefills of isl tokens per step
+    uneven groups         requests that arrive on several DP groups: the step ends with the fullest of them, which at
+                          random holds B + c·sqrt(B·(1 − 1/dp)) where the mean is B (c: expected maximum of dp normal
+                          draws, 1.43 of 8), and never more than a recipe's cap
 
 The study's rows are claims of a figure and stand in `moelab.perf.points`.
 """
@@ -31,6 +34,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 
 from moelab.config import ConfigError
 from moelab.hardware import GPU
@@ -96,6 +100,7 @@ class Inputs:
     settings: dict
     causes: dict[str, dict]  # name -> changed settings
     prefill: tuple[float, float] | None = None  # (isl, osl) where the engine prefills itself
+    fullest: float | None = None  # batch of the fullest of several groups that serve arrivals
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
@@ -133,9 +138,9 @@ def deployment_row(r: Mapping[str, str], tables: Tables, instead: Mapping[str, G
         given = inputs(r)
         if instead and r["gpu"] in instead:
             given.settings["gpu"] = instead[r["gpu"]]
-        plain = _range(given, {}, None, tables)
         changed = {k: v for settings in given.causes.values() for k, v in settings.items()}
-        mended = _range(given, changed, given.prefill, tables) if given.causes else plain
+        plain = _range(given, {}, tables)
+        mended = _range(given, changed, tables, causes=True) if given.causes else plain
     except ConfigError as error:
         return Row(**common, quantity=quantity, unit="ms", measured=measured, reason=str(error))
     middle, low, high = mended
@@ -179,7 +184,11 @@ def inputs(r: Mapping[str, str]) -> Inputs:
     aggregated = "ggregated serving" in note and _float(r, "isl") and _float(r, "osl")
     if aggregated:
         causes["prefill in between"] = {}
-    return Inputs(batches, settings, causes, (float(r["isl"]), float(r["osl"])) if aggregated else None)
+    fullest = None
+    if mean is not None and _float(r, "concurrency") and dp > 1:
+        causes["uneven groups"] = {}
+        fullest = _fullest(mean, dp) if "is the cap" not in note else min(_fullest(mean, dp), nominal)
+    return Inputs(batches, settings, causes, (float(r["isl"]), float(r["osl"])) if aggregated else None, fullest)
 
 
 def summary(found: Sequence[Row]) -> dict[str, dict]:
@@ -205,19 +214,26 @@ def summary(found: Sequence[Row]) -> dict[str, dict]:
     return result
 
 
-def _range(
-    given: Inputs, changed: Mapping, prefilled: tuple[float, float] | None, tables: Tables
-) -> tuple[float, float, float]:
-    """(middle, low, high) of the step in ms over the row's batches."""
-    steps, lows, highs = [], [], []
-    for batch in given.batches:
-        settings = given.settings | changed
-        p = predict(batch=batch, tables=tables, **settings)
-        extra = _prefill_ms(p, *prefilled, tables) if prefilled else 0.0
-        steps.append(p.step_ms + extra)
-        lows.append(p.interval["step_ms"][0] + extra)
-        highs.append(p.interval["step_ms"][1] + extra)
-    return sum(steps) / len(steps), min(lows), max(highs)
+def _range(given: Inputs, changed: Mapping, tables: Tables, causes: bool = False) -> tuple[float, float, float]:
+    """(prediction, low, high) of the step in ms: the middle and the whole range of the row's batches, or with `causes`
+    the fullest group's, where there is one, its range widened to the steps at the other batches."""
+    found = {}
+    for batch in (*given.batches, *([given.fullest] if causes and given.fullest else [])):
+        p = predict(batch=batch, tables=tables, **given.settings | changed)
+        extra = _prefill_ms(p, *given.prefill, tables) if causes and given.prefill else 0.0
+        found[batch] = [ms + extra for ms in (p.step_ms, *p.interval["step_ms"])]
+    if causes and given.fullest:
+        middle, low, high = found[given.fullest]
+        steps = [x[0] for x in found.values()]
+        return middle, min(low, *steps), max(high, *steps)
+    middle = sum(found[b][0] for b in given.batches) / len(given.batches)
+    return middle, min(x[1] for x in found.values()), max(x[2] for x in found.values())
+
+
+def _fullest(mean: float, groups: int) -> float:
+    """Expected batch of the fullest of `groups` that share requests at random; Blom's estimate of the maximum."""
+    chance = NormalDist().inv_cdf((groups - 0.375) / (groups + 0.25))
+    return mean + chance * math.sqrt(mean * (1 - 1 / groups))
 
 
 def _prefill_ms(p: Prediction, isl: float, osl: float, tables: Tables) -> float:
