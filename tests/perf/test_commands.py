@@ -124,7 +124,7 @@ def test_validate_and_calibrate(moelab, tmp_path):
     assert found["classes"]["deployment"]["median_abs_error"] < 0.10
     assert "Nothing is tuned" in found["statement"] and len(found["leave_one_source_out"]) == 10
     row = next(r for r in found["rows"] if r["id"] == "trtllm-h100-ep16-1k1k-b4")
-    assert row["causes"] == ["host-driven exchange"] and abs(row["error"]) < 0.25 < abs(row["error_before_causes"])
+    assert "host-driven exchange" in row["causes"] and abs(row["error"]) < 0.25 < abs(row["error_before_causes"])
     assert "passed over" in moelab("validate")[1]
     points = tmp_path / "mine.csv"
     points.write_text("id,engine,gpu,ep,dp,tp,batch_per_gpu,kv_len,step_ms\nmine,SGLang,H200,8,8,1,8,7834,34.7\n")
