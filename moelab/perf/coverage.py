@@ -2,7 +2,8 @@
 
 A prediction carries one interval, of 80 %. Read as log-normal on either side of the prediction it gives all others: at
 level p each side is z(p)/z(80 %) times as long in the logarithm, z(p) the half-width of a standard normal's p. The
-share of points inside, by level, lies on the diagonal if the errors are as large as stated, above it if they are smaller.
+share of points inside, by level, lies on the diagonal if the errors are as large as stated, above it if they are
+smaller.
 
 Points of one source err together (same engine, same machine), so fewer of them are independent than there are rows, and
 the spread that `band` gives is a lower bound.
