@@ -149,7 +149,8 @@ def _large(frame: pd.DataFrame) -> list[Statement]:
     most = {ep: frontier(_of(frame, ep=ep))["tok_s_per_node"].max() for ep in (8, 128)}
     return [
         Statement(f"at batch {said} one node is slightly ahead: EP8 / EP128 throughput, over", 1, lead, "×",
-                  _verdict(lead > 1, high > 1), f"80 %: {low:.2f}–{high:.2f}"),
+                  _verdict(lead > 1, high > 1),
+                  f"80 %: {low:.2f}–{high:.2f}" + ("" if one["fits"] and many["fits"] else "; but does not fit")),
         Statement(f"EP8 cannot reach batch {cannot:.0f}: it holds", cannot, one["largest_batch"], "requests",
                   _verdict(one["largest_batch"] < cannot), "fewer than the study's number"),
         Statement("so the most that a node serves is multi-node's: EP128 / EP8, over", 1, most[128] / most[8], "×",
