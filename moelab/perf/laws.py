@@ -121,11 +121,20 @@ def law(library: str, road: str, stage: str, gpu: str, ep: int) -> Law:
     if known is not None:
         return known
     like = "nvlink" if road == "nvl72" else "ib400"
-    source_library = library if library != "moelab" else "deepep"
-    base = _published(source_library, like, stage, gpu, ep) or _published("deepep", like, stage, gpu, ep)
-    rate = base.beta_gb_s * LINE_GB_S[road] / LINE_GB_S[like]
-    note = f"{base.source}, scaled to {road}'s line rate"
-    return replace(base, beta_gb_s=rate, origin="extrapolated", error=math.hypot(base.error, SCALED_ERROR), source=note)
+    base = _published(library, like, stage, gpu, ep)
+    notes = []
+    if base is None:
+        base = _published("deepep", like, stage, gpu, ep)
+        notes.append(f"{library} was not measured on {like}")
+    if road != like:
+        notes.append(f"scaled to {road}'s line rate")
+    return replace(
+        base,
+        beta_gb_s=base.beta_gb_s * LINE_GB_S[road] / LINE_GB_S[like],
+        origin="extrapolated",
+        error=math.hypot(base.error, SCALED_ERROR),
+        source="; ".join([base.source, *notes]),
+    )
 
 
 def _published(library: str, road: str, stage: str, gpu: str, ep: int) -> Law | None:

@@ -139,6 +139,14 @@ def test_moelab_until_it_is_recorded_is_its_designs_bound():
     assert (dispatch, combine) == pytest.approx((17.3, 30.6), abs=0.5)  # 4.633 rows a token, 360 GB/s
 
 
+def test_a_library_that_was_not_measured_there_borrows_a_law_and_says_so():
+    ours = exchange(64, "moelab").law("dispatch")
+    assert ours.source == "law of DeepEP on 400G, EP16-64; moelab was not measured on ib400"
+    assert (ours.beta_gb_s, ours.origin) == (47.0, "extrapolated") and ours.error > 0.2
+    scaled = exchange(64, road="ib800").law("combine")
+    assert scaled.source.endswith("scaled to ib800's line rate") and scaled.beta_gb_s == 94.0
+
+
 def test_records_of_an_exchange_precede_the_law():
     def rows(stage, alpha, beta, ep, origin="recorded"):
         size, phi = laws.SIZE[stage], (7 / 8 if ep == 8 else 1 - 8 / ep)
