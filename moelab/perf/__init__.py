@@ -1,7 +1,13 @@
 """What a deployment costs: parameters, memory, activated experts, bytes moved, and time.
 
     predict(...)     one decode step of a deployment: time, speed, memory, interval, origins      prediction
-    sweep(...)       a DataFrame of many                                                          sweep
+    sweep(...)       a DataFrame of many                                                          sweeps
+
+Counted: `params`, `memory`, `experts`, `traffic`, `costs`. Timed, in the order in which a prediction uses them:
+`tables` and `sources` (what was measured), `kernels` and `laws` with `fabric` (what follows for this GPU and fabric),
+`layer` (every stage of a layer as a `term`), `overlap` (the schedules of `moelab.stages` walked with these times),
+`prediction`. On top: `sweeps`, `plan`, `prefill` and `disaggregation`, `scenarios`; `calibrate` for one's own records;
+`validate` and `points` for how far off all this is.
 
 Formulas over `ModelConfig` and `ParallelConfig` and tables of measured times; numpy at most, no torch. Symbols,
 everywhere in this package:
