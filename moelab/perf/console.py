@@ -12,6 +12,7 @@ from moelab.perf.prediction import Prediction
 from moelab.perf.validate import FITTED, Row, summary
 from moelab.stages import CATEGORIES
 
+MOST = 12
 STATEMENT = (
     "Nothing is tuned on these points: inputs come from each row's own columns; tables of kernels and laws of fabrics "
     "from other sources. A cause is a term for every row of its class."
@@ -119,7 +120,7 @@ def validation(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> None:
     print(STATEMENT)
     table = _table(("class", "point", "measured", "predicted", "80 %", "error", "before", "inside", "causes"),
                    right=(2, 3, 5, 6))  # fmt: skip
-    for r in rows:
+    for r in _shown(rows):
         if r.error is None:
             table.add_row(r.kind, r.id, "", "", "", "", "", "", f"passed over: {r.reason}")
             continue
@@ -148,6 +149,17 @@ def validation(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> None:
         for x in left_out:
             table.add_row(x.left_out, x.judged, str(x.points), f"{x.median:.1%}", f"{x.worst:+.1%}")
         _show(table)
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """All rows, but of a class of many only the MOST with the largest errors (--json has every one)."""
+    shown = []
+    for kind in dict.fromkeys(r.kind for r in rows):
+        of_kind = [r for r in rows if r.kind == kind]
+        if len(of_kind) > 5 * MOST:
+            of_kind = sorted(of_kind, key=lambda r: -abs(r.error or 0.0))[:MOST]
+        shown += of_kind
+    return shown
 
 
 def calibration(fits: Sequence[Fit], overheads: Sequence[Overhead], published: Sequence[Fit]) -> None:

@@ -56,7 +56,7 @@ FITTED = (
     ("latency of cpu-proxy", "pplx-kernels over IBRC, one token"),
     ("attention and exchange of prefill", "FlashAttention-3's paper; README files of DeepEP and UCCL-EP"),
     ("host 1.5 ms, graphs 0.5 GB, reserve 7 %", "assumptions"),
-    ("10 % that no term holds", "aiconfigurator's published error of TPOT (arXiv 2601.06288)"),
+    ("12 % that no term holds", "aiconfigurator's published error of TPOT (arXiv 2601.06288)"),
 )
 LENGTHS = 0.9  # InferenceX draws lengths from 0.8-1.0 of nominal
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.config import ConfigError
+from moelab.perf import tables
 from moelab.perf.tables import Curve, Grid, load
 from moelab.results import Provenance, Record, Store
 from moelab.results import store as store_module
@@ -83,6 +84,32 @@ def test_the_fastest_backend_counts_and_peers_do_not(folders):
     assert points == {(16.0,): 6.0}
     assert load(own.directory).points("linear", "H200", ("m",), n=5, k=8)[0] == {}
     assert load(own.directory).points("linear", "H100", ("m",), n=4, k=8)[0] == {}
+
+
+def test_the_quick_reading_is_the_stores(folders, caplog):
+    """Same winners as `Store.winners`: own before the package's, clean before dirty, newer before older."""
+    own, package = folders
+    base = record(5.0, m=16, n=4, k=8).to_dict()
+    for store, changes in (
+        (package, {}), (package, {"p50": 5.0, "time": "2099-01-01T00:00:00Z", "min": 1.0}), (own, {"dirty": True}),
+        (own, {"time": "2020-01-01T00:00:00Z", "min": 2.0}), (package, {"params": {"m": 64}}),
+    ):  # fmt: skip
+        store.append(Record(**base | changes))
+
+    def told() -> list:
+        found = tables._winners(own.directory, tables_state(own, package))
+        return sorted((r["min"], r["params"]["m"], is_own) for r, is_own in found)
+
+    entries = Store(own.directory).winners()
+    expected = sorted((e.record.min, e.record.params["m"], e.own) for e in entries)
+    assert told() == expected == [(2.0, 16, True), (5.0, 64, False)]
+    with open(own.directory / "h200x1" / "ops.jsonl", "a") as file:
+        file.write("{torn")
+    assert told() == expected and "damaged record passed over" in caplog.text
+
+
+def tables_state(*stores) -> tuple:
+    return tuple((str(p), 0, 0) for s in stores for p in sorted(s.directory.glob("**/*.jsonl")))
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
