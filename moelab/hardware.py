@@ -101,6 +101,28 @@ _GPUS = (
         "NVIDIA GB200 NVL72 data sheet, a 72nd of the rack (13.4 TB, 576 TB/s, dense halves of 720 and 360 "
         "PFLOPS); 148 SMs per B200; nothing of it was measured here",
     ),
+    GPU(
+        "H20",
+        103_079_215_104,
+        4000,
+        296,
+        148,
+        78,
+        "NVIDIA H20: 96 GB of HBM3 at 4.0 TB/s, 296 TFLOP/s FP8, 148 BF16 (data sheet as reported in SemiAnalysis, "
+        "2023-11); nothing of it was measured here",
+        ("H20 96GB", "H20-SXM", "H20 SXM"),
+    ),
+    GPU(
+        "B200",
+        180_000_000_000,
+        7700,
+        4500,
+        2250,
+        148,
+        "NVIDIA HGX B200 data sheet, an eighth of it (1.44 TB, 62 TB/s, dense halves of 72 and 36 PFLOPS); nothing of "
+        "it was measured here",
+        ("B200 SXM", "B200-SXM6"),
+    ),
 )
 
 _FABRICS = (
@@ -136,7 +158,7 @@ def gpu(name: str) -> GPU:
     for candidate in _GPUS:
         if wanted in (candidate.name.upper(), *(alias.upper() for alias in candidate.aliases)):
             return candidate
-    raise _unknown("GPU", name, [g.name for g in _GPUS])
+    raise unknown("GPU", name, [g.name for g in _GPUS])
 
 
 def fabric(name: str) -> Fabric:
@@ -151,12 +173,14 @@ def _by_name(kind, name, candidates):
     for candidate in candidates:
         if candidate.name == name.lower():
             return candidate
-    raise _unknown(kind, name, [c.name for c in candidates])
+    raise unknown(kind, name, [c.name for c in candidates])
 
 
-def _unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
-    close = difflib.get_close_matches(name, legal, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
+def unknown(kind: str, name: str, legal: list[str]) -> ConfigError:
+    """For the caller to raise: names the nearest of `legal`, and all of them."""
+    by_lower = {x.lower(): x for x in legal}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.3)
+    hint = f"did you mean {by_lower[close[0]]}? " if close else ""
     return ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(legal)}")
 
 

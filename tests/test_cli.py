@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from moelab import __version__, cli
-from moelab.results import Provenance, Record, Store
+from moelab.results import Provenance, Record, Store, commands
 from moelab.results import store as store_module
 
 
@@ -136,7 +136,7 @@ def test_an_unforeseen_error_is_one_line_too(moelab, monkeypatch):
     def broken(*arguments, **options):
         raise KeyError("inner\nstate")
 
-    monkeypatch.setattr(cli, "_entries", broken)
+    monkeypatch.setattr(commands, "_entries", broken)
     status, _, err = moelab("records", "list")
     assert status == 1 and err.startswith("error: KeyError: ") and "--debug" in err and err.count("\n") == 1
 
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_without_a_traceback(moelab, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_entries", interrupted)
+    monkeypatch.setattr(commands, "_entries", interrupted)
     status, out, err = moelab("records", "list")
     assert status == 130 and out == "" and "Traceback" not in err
 

@@ -15,32 +15,73 @@ import math
 from dataclasses import dataclass
 
 from moelab.config import ConfigError, ModelConfig, ParallelConfig
-from moelab.perf.params import components
+from moelab.perf.params import Component, components
 
 KV_ITEMSIZE = 2  # BF16
+TP_ONLY = ("embedding", "head", "dense MLP", "shared expert")  # cut as well where a TP group is the whole instance
 
 
-def weight_parts(model: ModelConfig, parallel: ParallelConfig, mtp: bool = True) -> dict[str, float]:
-    """{part: bytes of weights on one GPU}; the MTP layer's are one part of their own, "MTP layer"."""
-    parallel.check(model)
+def check_slots(model: ModelConfig, parallel: ParallelConfig, redundant: int) -> None:
+    """Raise ConfigError unless E routed experts and `redundant` copies fill all GPUs alike; names what would."""
+    experts, ep = model.n_routed_experts, parallel.ep
+    if redundant < 0:
+        raise ConfigError(f"redundant experts are {redundant}: legal are 0, 1, …")
+    if (experts + redundant) % ep == 0 and experts + redundant >= ep:
+        return
+    legal = [d for d in range(1, experts + redundant + 1) if (experts + redundant) % d == 0]
+    nearest = min(legal, key=lambda d: (abs(d - ep), d))
+    fill = -experts % ep or (0 if experts >= ep else ep - experts)
+    slots = f"{experts} experts" + (f" and {redundant} redundant" if redundant else "")
+    raise ConfigError(
+        f"ep = dp·tp is {ep}: {slots} divide only over {', '.join(map(str, legal))} GPUs; "
+        f"nearest legal: ep {nearest}, or {fill} redundant experts ({(experts + fill) // ep} on each of {ep} GPUs)"
+    )
+
+
+def check_heads(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError unless the heads can be cut over the TP ranks, as `ParallelConfig.check` does for any EP."""
+    parallel.check(model.replace(n_routed_experts=parallel.ep, n_group=1, topk_group=1, num_experts_per_tok=1))
+
+
+def weight_parts(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    mtp: bool = True,
+    redundant: int = 0,
+    expert_tp: bool = False,
+    expert_itemsize: float = 1.0,
+) -> dict[str, float]:
+    """{part: bytes of weights on one GPU}; the MTP layer's are one part of their own, "MTP layer". `redundant`
+    copies of experts fill slots beside the E (EP72 and EP144 need 32). `expert_tp`: every expert is cut over all GPUs
+    instead of standing on one of them, and TP_ONLY over the TP ranks. `expert_itemsize`: 0.5 for FP4."""
+    if not expert_tp:
+        check_slots(model, parallel, redundant)
+    check_heads(model, parallel)
     parts: dict[str, float] = {}
     for c in components(model):
         if c.mtp and not mtp:
             continue
         part = "MTP layer" if c.mtp else c.part
-        parts[part] = parts.get(part, 0.0) + c.per_gpu(parallel) * c.itemsize
+        size = _per_gpu(c, model, parallel, redundant, expert_tp)
+        parts[part] = parts.get(part, 0.0) + size * (expert_itemsize if c.cut == "ep" else c.itemsize)
     return parts
 
 
-def weight_bytes(model: ModelConfig, parallel: ParallelConfig, mtp: bool = True) -> float:
-    """W: bytes of weights on one GPU."""
-    return sum(weight_parts(model, parallel, mtp).values())
+def _per_gpu(c: Component, model: ModelConfig, parallel: ParallelConfig, redundant: int, expert_tp: bool) -> float:
+    if c.cut == "ep":
+        return c.per_gpu(parallel) * (1 + redundant / model.n_routed_experts)
+    return c.per_gpu(parallel) / (parallel.tp if expert_tp and c.part in TP_ONLY else 1)
 
 
-def kv_bytes_per_token(model: ModelConfig, mtp: bool = False) -> int:
+def weight_bytes(model: ModelConfig, parallel: ParallelConfig, mtp: bool = True, **cut) -> float:
+    """W: bytes of weights on one GPU; `cut` as in `weight_parts`."""
+    return sum(weight_parts(model, parallel, mtp, **cut).values())
+
+
+def kv_bytes_per_token(model: ModelConfig, mtp: bool = False, itemsize: int = KV_ITEMSIZE) -> int:
     """Cache of one token in all layers, 70,272 bytes for DeepSeek-V3; `mtp`: with the MTP layer's own row."""
     layers = model.num_hidden_layers + (model.num_nextn_predict_layers if mtp else 0)
-    return layers * model.latent_dim * KV_ITEMSIZE
+    return layers * model.latent_dim * itemsize
 
 
 def deep_ep_buffer_bytes(model: ModelConfig, max_tokens: int) -> int:
@@ -51,6 +92,16 @@ def deep_ep_buffer_bytes(model: ModelConfig, max_tokens: int) -> int:
     d = 2 * hidden + 16
     c = 2 * hidden + 4 * math.ceil(hidden / 128)
     return 2 * (max(max_tokens * d, experts * max_tokens * c) + experts * max_tokens * max(d, c) + 4 * experts)
+
+
+def pplx_buffer_bytes(model: ModelConfig, parallel: ParallelConfig, max_tokens: int) -> int:
+    """pplx-kernels' symmetric buffers for M = `max_tokens` per DP group (perplexityai/pplx-kernels): tokens to send
+    and private regions of every source, dispatch rows of t bytes, and float32 rows of combine on both sides:
+    M·t + l·DP·M·t + 4·l·DP·M·H + 4·M·E·H, l experts on each GPU."""
+    hidden, experts = model.hidden_size, model.n_routed_experts
+    row = 16 * math.ceil((hidden + 4 * math.ceil(hidden / 128) + 4) / 16)
+    regions = experts / parallel.ep * parallel.dp * max_tokens
+    return int(max_tokens * row + regions * row + 4 * regions * hidden + 4 * max_tokens * experts * hidden)
 
 
 @dataclass(frozen=True)

@@ -111,3 +111,27 @@ def test_limits():
     with pytest.raises(ConfigError, match="reserve 1"):
         memory.fit(V3, ParallelConfig(8), 5000, 141e9, 1.0)
     assert math.isfinite(memory.fit(V3, ParallelConfig(8), 5000, 141e9, 0.0).room)
+
+
+def test_redundant_experts_and_experts_cut_by_tp():
+    """EP72 of 288 slots: 4 experts a GPU, as EP64 of 256; cut by TP, a GPU holds an eighth of everything but norms,
+    the gate and what comes before the heads divide."""
+    at_72 = memory.weight_bytes(V3, ParallelConfig(72), redundant=32)
+    at_64 = memory.weight_bytes(V3, ParallelConfig(64))
+    assert at_72 == pytest.approx(at_64)
+    whole = memory.weight_bytes(V3, ParallelConfig(1, 8))
+    cut = memory.weight_bytes(V3, ParallelConfig(1, 8), expert_tp=True)
+    saved = 7 / 8 * (59 * X + 9 * 18432 * H + 4 * 129280 * H)
+    assert whole - cut == pytest.approx(saved, abs=0.01e9)
+    fp4 = memory.weight_bytes(V3, ParallelConfig(8), expert_itemsize=0.5)
+    assert memory.weight_bytes(V3, ParallelConfig(8)) - fp4 == pytest.approx(59 * 32 * X / 2)
+    with pytest.raises(ConfigError, match="256 experts and 8 redundant divide only over .* or 32 redundant"):
+        memory.weight_bytes(V3, ParallelConfig(72), redundant=8)
+
+
+def test_pplx_buffers():
+    """Each of the two float32 buffers of combine takes 0.94 GB at EP8 and 128 tokens."""
+    row = 7408  # 7168 + 4·56 + 4, in steps of 16
+    found = memory.pplx_buffer_bytes(V3, ParallelConfig(8), 128)
+    assert found == 128 * row + 32 * 8 * 128 * row + 4 * 32 * 8 * 128 * 7168 + 4 * 128 * 256 * 7168
+    assert 4 * 128 * 256 * 7168 == pytest.approx(0.94e9, rel=0.01)
