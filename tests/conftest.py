@@ -38,7 +38,8 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     from moelab.results import Record, Store, collect
 
-    where = collect("cuda", gpu_count=torch.cuda.device_count()) if torch.cuda.is_available() else collect("cpu", gpu_count=0)
+    on_gpu = torch.cuda.is_available()
+    where = collect("cuda", gpu_count=torch.cuda.device_count()) if on_gpu else collect("cpu", gpu_count=0)
     paths = sorted(os.path.relpath(path.partition("::")[0], config.rootpath) for path in config.args)
     setting = {"paths": " ".join(paths), "marker": config.getoption("-m"), "seed": SEED}
     for outcome in ("passed", "failed", "error", "skipped"):
