@@ -19,14 +19,18 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """name -> (executed notebook, run); one execution per notebook, in a folder of its own."""
-    folder, done = tmp_path_factory.mktemp("notebooks"), {}
+    return runner(tmp_path_factory.mktemp("notebooks"), SMALL)
+
+
+def runner(folder, small: dict[str, dict]):
+    """name -> (executed notebook, run, folder); one execution per notebook, with the parameters of `small`."""
+    done = {}
 
     def of(name: str):
         if name not in done:
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(folder)
-                found = notebook.run(name, SMALL[name], folder / "out", progress=False)
+                found = notebook.run(name, small[name], folder / "out", progress=False)
             done[name] = nbformat.read(str(found.ipynb), as_version=4), found
         return (*done[name], folder)
 

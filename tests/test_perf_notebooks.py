@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 
-import nbformat
 import pytest
 
-from moelab import notebook
-from tests.test_notebooks import errors, outputs, said
+from tests.test_notebooks import errors, outputs, runner, said
 
 SMALL = {
     "02_pareto_frontier": {"exchanges": ["deepep/ib400"], "kv_lens": [5000], "drafts": [1]},
@@ -21,18 +19,8 @@ FIGURES = {"02_pareto_frontier": 6, "08_router_and_balance": 8, "12_validation":
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """name -> (executed notebook, run), each executed once."""
-    folder, done = tmp_path_factory.mktemp("notebooks"), {}
-
-    def of(name: str):
-        if name not in done:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.chdir(folder)
-                found = notebook.run(name, SMALL[name], folder / "out", progress=False)
-            done[name] = nbformat.read(str(found.ipynb), as_version=4), found
-        return done[name]
-
-    return of
+    of = runner(tmp_path_factory.mktemp("notebooks"), SMALL)
+    return lambda name: of(name)[:2]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -83,6 +71,6 @@ def test_validation_of_another_table(tmp_path):
         "mine-1,H200,SGLang,8,8,1,32,4000,45,2026-01\nmine-2,H100,SGLang,32,32,1,32,4000,50,2026-01\n"
         "unsaid,H100,SGLang,32,32,1,,4000,50,2026-01\n"
     )
-    done = notebook.run("12", {"points_file": str(tmp_path / "own.csv")}, tmp_path / "out", progress=False)
-    text = said(nbformat.read(str(done.ipynb), as_version=4))
+    executed, *_ = runner(tmp_path, {"12": {"points_file": str(tmp_path / "own.csv")}})("12")
+    text = said(executed)
     assert re.search(r"over 2 rows", text) and "batch not stated" in text
