@@ -22,8 +22,8 @@ the way through registers of the left group, loaded two tiles ahead, and are put
 
 On an H200, 5000 rows, 2 queries, batch 128: 128 heads 631 to 739 µs (FlashInfer beside it 638 to 705; the GPU's power
 limit spreads both), of which the tensor cores work some 375 at 1.78 GHz; 16 heads 190 to 219 µs (FlashInfer 217 to
-233). In FP8 869 to 895 and 220 to 241 µs: that form saves memory, not time. Eight warps in step, the scores and the softmax shared
-among them, took 8 to 15 % longer.
+233). In FP8 869 to 895 and 220 to 241 µs: that form saves memory, not time. Eight warps in step, the scores and the
+softmax shared among them, took 8 to 15 % longer.
 
 The names `gl`, `hopper` and so on are None where Triton or its Gluon is missing; nobody then calls what is here.
 """
