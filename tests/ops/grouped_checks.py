@@ -37,8 +37,8 @@ def poisoned_out(rows, weight):
 
 def assert_product(out, rows, weight, counts, mask, untouched=True):
     """Rows of the mask: within bfloat16's rounding, and what FP8 tensor cores lose in their sums over 128: they keep
-    some 14 bits (arXiv 2412.19437, section 3.3) and a group is four instructions, so more than one cut may meet. Seen
-    on an H200: 1.006 · 2⁻¹³ of the sum of magnitudes once in four runs. Other rows: still NaN, if `untouched`."""
+    some 14 bits (arXiv 2412.19437, section 3.3) and a group is four instructions, so more than one cut may meet. Once
+    an H200 showed 1.006 · 2⁻¹³ of the sum of magnitudes. Other rows: still NaN, if `untouched`."""
     starts = [0] * counts.numel() if out.dim() == 3 else segment_starts(counts).tolist()
     checked = 0
     for expert, start in enumerate(starts):
