@@ -21,7 +21,7 @@ enum { MOELAB_RETURN_ROWS = 0, MOELAB_RETURN_F32 = 1, MOELAB_RETURN_Y = 2 };
 // How data says that it has come: in every 16 bytes (all peers mapped, M <= MOELAB_MOST_PACKETS, outputs not F32);
 // by a flag for each token; by NVSHMEM signals to the peers that are not mapped and flags to the others.
 enum { MOELAB_PACKETS = 0, MOELAB_FLAGS = 1, MOELAB_PUTS = 2 };
-enum { MOELAB_MOST_PACKETS = 512 };
+enum { MOELAB_MOST_PACKETS = 512, MOELAB_MOST_BLOCKS = 1024 };  // of a rank's launch
 enum { MOELAB_DISPATCH = 0, MOELAB_COMBINE = 1 };
 enum { MOELAB_SEND = 1, MOELAB_RECV = 2, MOELAB_FUSED = 3 };  // fused: both halves in one launch
 
@@ -33,7 +33,8 @@ typedef struct {
 
 // One exchange of one rank; each half reads its part. Pointers are device memory, but for `host_error`.
 typedef struct {
-  uint8_t* const* windows;  // device array [R]: rank r's window as mapped here, or null (MOELAB_PUTS)
+  uint8_t* const* windows;  // device array [R]: rank r's window as mapped here, or null (MOELAB_PUTS); never changes
+  uint8_t* window;          // this rank's own, windows[rank]
   uint8_t* state;
   uint64_t* host_error;  // mapped host memory, 8 words of zeros, or null: the error record, when there is one
   int32_t rank, slot;
