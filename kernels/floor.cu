@@ -1,0 +1,71 @@
+// What nothing that crosses the link can beat, measured by the simplest kernels that do it: how long a flag takes to
+// the peers and theirs to come, how long a kernel takes that does nothing, and what stores to a peer carry by how many
+// blocks. For `moelab bench alltoall`, which prints them beside its times; no exchange uses them.
+//
+// Like exchange.h: plain memory that the caller lends, 0 or a cudaError_t returned, nothing allocated or synchronised.
+#include "memory.cuh"
+
+namespace moelab {
+namespace {
+
+constexpr int kFlagStride = 16;  // words: flags stand 128 bytes apart, so that no two share a line
+constexpr int kMostRanks = 1024;
+
+// state: {epoch, failure}. An epoch rises by one in every launch, so nothing is cleared and graphs replay. A wait that
+// outlasts its limit writes 1 + the peer that did not come, and later launches return at once.
+__global__ void flag_kernel(u64* const* windows, int rank, int ranks, u64* state, u64 timeout_ns) {
+  if (load_relaxed(state + 1)) return;
+  const u64 epoch = load_relaxed(state) + 1;
+  const int peer = threadIdx.x;
+  if (peer < ranks && peer != rank) {
+    store_release(windows[peer] + rank * kFlagStride, epoch);
+    const u64 start = now_ns();
+    for (int polls = 1; load_acquire(windows[rank] + peer * kFlagStride) < epoch; ++polls)
+      if (polls % 64 == 0 && now_ns() - start > timeout_ns) {
+        store_relaxed(state + 1, 1 + peer);
+        break;
+      }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) store_relaxed(state, epoch);
+}
+
+__global__ void empty_kernel() {}
+
+// 16 bytes a thread and store, eight in flight; the values come from a register, so only the way out is measured.
+__global__ void __launch_bounds__(512) stores_kernel(uint4* target, int64_t units) {
+  const int64_t step = (int64_t)gridDim.x * blockDim.x;
+  const uint4 value = make_uint4(blockIdx.x, threadIdx.x, 0, 0);
+  int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  for (; at + 7 * step < units; at += 8 * step)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) target[at + i * step] = value;
+  for (; at < units; at += step) target[at] = value;
+}
+
+}  // namespace
+}  // namespace moelab
+
+#define MOELAB_EXPORT extern "C" __attribute__((visibility("default")))
+
+// One block. windows: device array [ranks], each 128 bytes for every rank, zeros at first, all mapped here; state: two
+// words of zeros. Every rank launches it equally often; it ends when the flags of all others have come.
+MOELAB_EXPORT int moelab_floor_flag(uint64_t* const* windows, int rank, int ranks, uint64_t* state,
+                                    uint64_t timeout_ns, void* stream) {
+  if (ranks < 1 || ranks > moelab::kMostRanks || rank < 0 || rank >= ranks) return cudaErrorInvalidValue;
+  moelab::flag_kernel<<<1, (ranks + 31) / 32 * 32, 0, (cudaStream_t)stream>>>(
+      (moelab::u64* const*)windows, rank, ranks, (moelab::u64*)state, timeout_ns);
+  return cudaGetLastError();
+}
+
+MOELAB_EXPORT int moelab_floor_empty(int blocks, int threads, void* stream) {
+  moelab::empty_kernel<<<blocks, threads, 0, (cudaStream_t)stream>>>();
+  return cudaGetLastError();
+}
+
+// Fills `bytes`, a multiple of 16, at `target`, which may be a peer's memory, from `blocks` blocks of 512 threads.
+MOELAB_EXPORT int moelab_floor_stores(uint8_t* target, int64_t bytes, int blocks, void* stream) {
+  if (bytes % 16 || blocks < 1) return cudaErrorInvalidValue;
+  moelab::stores_kernel<<<blocks, 512, 0, (cudaStream_t)stream>>>((uint4*)target, bytes / 16);
+  return cudaGetLastError();
+}
