@@ -35,6 +35,7 @@ number of ranks and whichever backend.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -54,10 +55,12 @@ HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 class Handle:
     """One exchange in flight, from dispatch_send to combine_recv."""
 
-    def __init__(self, owner: AllToAll, number: int, slot: int, exchange: Exchange, x_shape: torch.Size) -> None:
+    def __init__(
+        self, owner: AllToAll, number: int, slot: int, exchange: Exchange, x_shape: torch.Size, next_half: str
+    ) -> None:
         self.number, self.slot = number, slot
         self._owner, self._exchange, self._x_shape = owner, exchange, x_shape
-        self._next = HALVES[1]  # None once combine_recv is through
+        self._next: str | None = next_half  # None once combine_recv is through
 
     @property
     def all_idle(self) -> bool:
@@ -166,29 +169,20 @@ class AllToAll:
         """Send each token to the ranks of its experts; returns at once. All arguments may be overwritten afterwards.
 
         x [T, H] of the payload's dtype; topk_ids [T, K] int32 or int64, any strides, -1 for nowhere; topk_weights [T,
-        K] float32, with every routing factor in them; scales [T, S] float32 for fp8, else None. T may differ between
-        DP groups and be 0; the TP ranks of a group pass the same tokens. An expert named twice by a token computes it
-        once and counts with both weights. `num_tokens`, int32 with one element on the device, says how many of the T
-        rows count. `has_work`: whether this DP group has requests.
+        K] float32, with every routing factor in them; scales [T, S] float32 for fp8, else None. For fp8 without
+        scales, x may be bfloat16: it is quantised as it is sent, 1 × 128 as `moelab.ops.quantize` does, by powers of
+        two where `scales` of the exchange is "ue8m0". T may differ between DP groups and be 0; the TP ranks of a group
+        pass the same tokens. An expert named twice by a token computes it once and counts with both weights.
+        `num_tokens`, int32 with one element on the device, says how many of the T rows count. `has_work`: whether this
+        DP group has requests.
 
-        Raises `InputError` (nothing was sent), `CommError` when all slots are taken.
+        Raises `InputError` (nothing was sent), `CommError` when all slots are taken. Where the host does not read
+        values (nvshmem), ids out of range go nowhere and a num_tokens beyond T counts as T; the next call says so.
         """
-        self._alive("dispatch_send")
-        if not self._free:
-            raise CommError(
-                f"{len(self._in_flight)} exchanges are in flight and slots is {self.spec.slots}: finish one "
-                "with combine_recv first, or construct with more slots"
-            )
-        check_dispatch(self.spec, self._backend, x, topk_ids, topk_weights, scales, num_tokens)
-        number, slot = self._started, self._free[0]
-        exchange = self._guard(
-            self._backend.dispatch_send, number, slot, x, topk_ids, topk_weights, scales, num_tokens, has_work
-        )
-        handle = Handle(self, number, slot, exchange, x.shape)
-        self._started += 1
-        self._free.pop(0)
-        self._in_flight.append(handle)
-        return handle
+        arguments = x, topk_ids, topk_weights, scales, num_tokens
+        number, slot = self._begin("dispatch_send", arguments)
+        exchange = self._guard(self._backend.dispatch_send, number, slot, *arguments, has_work)
+        return self._begun(Handle(self, number, slot, exchange, x.shape, "dispatch_recv"))
 
     @torch.no_grad()
     def dispatch_recv(self, handle: Handle) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -196,11 +190,30 @@ class AllToAll:
 
         rows [L, dp·M, H] or [capacity, H] of the payload's dtype; row_scales in the format of `scales`, or None;
         counts [L] int32 on the device. Expert e's rows are its first counts[e] (from handle.starts[e] on when
-        contiguous), by DP group, then token. What lies beyond was never written. rows and row_scales belong to the
-        handle's slot: they are valid until its combine_recv. Raises `ExchangeTimeout`.
+        contiguous), by DP group, then token. What lies beyond was never written. All of it belongs to the handle's
+        slot: it is valid until its combine_recv. Raises `ExchangeTimeout`.
         """
         self._take(handle, "dispatch_recv")
         return self._guard(self._backend.dispatch_recv, handle._exchange)
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        scales: Tensor | None = None,
+        num_tokens: Tensor | None = None,
+        has_work: bool = True,
+    ) -> tuple[Handle, Tensor, Tensor | None, Tensor]:
+        """dispatch_send and dispatch_recv in one, for when nothing runs between: (handle, rows, row_scales, counts).
+
+        The same results; over nvshmem one launch instead of two. All ranks fuse an exchange, or none does.
+        """
+        arguments = x, topk_ids, topk_weights, scales, num_tokens
+        number, slot = self._begin("dispatch", arguments)
+        exchange, received = self._guard(self._backend.dispatch, number, slot, *arguments, has_work)
+        return self._begun(Handle(self, number, slot, exchange, x.shape, "combine_send")), *received
 
     @torch.no_grad()
     def combine_send(self, handle: Handle, y: Tensor) -> None:
@@ -221,18 +234,41 @@ class AllToAll:
         """
         self._take(handle, "combine_recv", lambda: check_out(self._backend, handle._x_shape, out))
         self._guard(self._backend.combine_recv, handle._exchange, out)
-        self._in_flight.remove(handle)
-        self._free = sorted([*self._free, handle.slot])
-        return out
+        return self._finished(handle, out)
+
+    @torch.no_grad()
+    def combine(self, handle: Handle, y: Tensor, out: Tensor) -> Tensor:
+        """combine_send and combine_recv in one, for when nothing runs between; returns out. Frees the slot.
+
+        The same results; over nvshmem one launch instead of two. All ranks fuse an exchange, or none does.
+        """
+
+        def check() -> None:
+            check_y(self.spec, self._backend, y)
+            check_out(self._backend, handle._x_shape, out)
+
+        self._take(handle, "combine_send", check, "combine")
+        self._guard(self._backend.combine, handle._exchange, y, out)
+        return self._finished(handle, out)
+
+    def check(self) -> None:
+        """Wait until everything launched so far has run and raise what the device has reported.
+
+        A half over nvshmem is only launched, so what goes wrong on the device is raised by whichever call of this
+        AllToAll comes next: `InputError` once, for ids or token counts out of range (they were masked), or
+        `ExchangeTimeout`. Other backends raise at once, and this does nothing. Not for use while a graph is captured.
+        """
+        self._alive("check")
+        self._report(wait=True)
 
     def close(self) -> None:
         """Free the transport and the buffers; handles in flight are abandoned. Collective; twice is once."""
         if not self._closed:
             self._closed = True
-            if self._dead is None:
-                self._dead = "it is closed"
-                self._backend.close(failed=bool(self._in_flight))
+            failed = self._dead is not None or bool(self._in_flight)
+            self._dead = self._dead or "it is closed"
             self._in_flight.clear()
+            self._backend.close(failed)
 
     def __enter__(self) -> AllToAll:
         return self
@@ -240,32 +276,67 @@ class AllToAll:
     def __exit__(self, kind, error, trace) -> None:
         self.close()
 
-    def _alive(self, half: str) -> None:
+    def _alive(self, call: str) -> None:
         if self._dead is not None:
-            raise CommError(f"{half} on an AllToAll that can no longer be used: {self._dead}; construct a new one")
+            raise CommError(f"{call} on an AllToAll that can no longer be used: {self._dead}; construct a new one")
+        self._report(wait=False)
 
-    def _take(self, handle: Handle, half: str, check=lambda: None) -> None:
+    def _report(self, wait: bool) -> None:
+        try:
+            self._backend.check(wait)
+        except ExchangeTimeout as error:
+            self._fail(error)
+            raise
+
+    def _begin(self, call: str, arguments: tuple) -> tuple[int, int]:
+        """Check that an exchange may begin, and its arguments: its number and slot."""
+        self._alive(call)
+        if not self._free:
+            raise CommError(
+                f"{len(self._in_flight)} exchanges are in flight and slots is {self.spec.slots}: finish one "
+                "with combine_recv first, or construct with more slots"
+            )
+        check_dispatch(self.spec, self._backend, *arguments)
+        return self._started, self._free[0]
+
+    def _begun(self, handle: Handle) -> Handle:
+        self._started += 1
+        self._free.pop(0)
+        self._in_flight.append(handle)
+        return handle
+
+    def _take(self, handle: Handle, half: str, check: Callable[[], None] = lambda: None, call: str = "") -> None:
         """Check that `half` is the handle's next one and its arguments are right; then move the handle on."""
-        self._alive(half)
+        call = call or half
+        self._alive(call)
         if handle._owner is not self:
-            raise CommError(f"{half}: exchange {handle.number} was started by another AllToAll: pass it to that one")
+            raise CommError(f"{call}: exchange {handle.number} was started by another AllToAll: pass it to that one")
         if handle._next != half:
             raise CommError(
-                f"{half} of exchange {handle.number} out of order: its next half is "
+                f"{call} of exchange {handle.number} out of order: its next half is "
                 f"{handle._next or 'none, it is finished'}; the order is {', '.join(HALVES)}"
             )
         check()
         at = HALVES.index(half) + 1
         handle._next = HALVES[at] if at < len(HALVES) else None
 
-    def _guard(self, half, *args):
+    def _finished(self, handle: Handle, out: Tensor) -> Tensor:
+        handle._next = None
+        self._in_flight.remove(handle)
+        self._free = sorted([*self._free, handle.slot])
+        return out
+
+    def _guard(self, half: Callable, *args):
         """Run a backend's half; if it fails, leave at once, so that the peers need not wait for their own limit."""
         try:
             return half(*args)
         except BaseException as error:
-            self._dead = f"it failed earlier ({error or type(error).__name__})"
-            self._backend.close(failed=True)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._dead = f"it failed earlier ({error or type(error).__name__})"
+        self._backend.abandon()
 
 
 def _rank(group: dist.ProcessGroup | Dense | VirtualRank | None) -> int:

@@ -25,12 +25,13 @@ from moelab.config import ConfigError
 class Exchange(Protocol):
     """What a backend remembers of one exchange in flight; made by `dispatch_send`, handed to the other halves."""
 
-    all_idle: bool | None  # known once dispatch_recv is through
+    all_idle: bool | None  # known once dispatch_recv is through; reading it may wait for a device
     starts: Tensor | None  # [L] int32, first row of each expert when contiguous; known likewise
 
 
 class Backend(Protocol):
-    """The four halves. Each may raise `ExchangeTimeout`, after which only `close(failed=True)` is called."""
+    """The four halves, and the fused forms for when nothing runs in between. Each may raise `ExchangeTimeout`, after
+    which only `abandon` and `close(failed=True)` are called."""
 
     name: str
     rank: int
@@ -55,6 +56,26 @@ class Backend(Protocol):
     def combine_send(self, exchange: Exchange, y: Tensor) -> None: ...
 
     def combine_recv(self, exchange: Exchange, out: Tensor) -> Tensor: ...
+
+    def dispatch(
+        self,
+        number: int,
+        slot: int,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        scales: Tensor | None,
+        num_tokens: Tensor | None,
+        has_work: bool,
+    ) -> tuple[Exchange, tuple[Tensor, Tensor | None, Tensor]]: ...
+
+    def combine(self, exchange: Exchange, y: Tensor, out: Tensor) -> Tensor: ...
+
+    def check(self, wait: bool) -> None:
+        """Raise what a device has reported, `InputError` or `ExchangeTimeout`; with `wait`, once all of it has run."""
+
+    def abandon(self) -> None:
+        """A half has failed: leave at once and wait for nobody, so that the peers learn of it. `close` follows."""
 
     def close(self, failed: bool) -> None: ...
 

@@ -35,6 +35,11 @@ def _check(name: str, t: Tensor, shape: tuple[int | str, ...], dtypes: tuple[tor
         )
 
 
+def quantizes(spec: ExchangeSpec, x: Tensor, scales: Tensor | None) -> bool:
+    """Whether dispatch_send is given values in bfloat16 that travel as FP8."""
+    return spec.payload == "fp8" and scales is None and getattr(x, "dtype", None) is torch.bfloat16
+
+
 def check_dispatch(
     spec: ExchangeSpec,
     backend: Backend,
@@ -47,7 +52,8 @@ def check_dispatch(
     """Raise `InputError` for arguments of dispatch_send; values of device tensors only where the backend may read
     them."""
     device = backend.device
-    _check("x", x, ("T", spec.hidden), (spec.payload_dtype,), device)
+    x_dtype = torch.bfloat16 if quantizes(spec, x, scales) else spec.payload_dtype
+    _check("x", x, ("T", spec.hidden), (x_dtype,), device)
     tokens = x.shape[0]
     if tokens > spec.max_tokens:
         raise InputError(
@@ -56,9 +62,12 @@ def check_dispatch(
         )
     _check("topk_ids", topk_ids, (tokens, spec.top_k), (torch.int32, torch.int64), device)
     _check("topk_weights", topk_weights, (tokens, spec.top_k), (torch.float32,), device)
-    if spec.payload == "fp8":
+    if spec.payload == "fp8" and x_dtype is spec.payload_dtype:
         if scales is None:
-            raise InputError(f"scales is None: an fp8 payload needs float32 [{tokens}, {spec.num_scales}]")
+            raise InputError(
+                f"scales is None: an fp8 payload needs float32 [{tokens}, {spec.num_scales}]; or pass x in bfloat16, "
+                "which is quantised as it is sent"
+            )
         _check("scales", scales, (tokens, spec.num_scales), (torch.float32,), device)
     elif scales is not None:
         raise InputError(f"scales given with a {spec.payload} payload: leave it None, or construct with payload='fp8'")

@@ -22,11 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moelab.comm.checks import quantizes
 from moelab.comm.errors import ExchangeTimeout, WireError
 from moelab.comm.layout import empty_rows, empty_scales, segment_starts, write_scales
 from moelab.comm.pack import Placement, Routing, as_bytes, pack_rows, place, route, unpack_rows
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.wire import PARTS, Tag, Wire
+from moelab.ops.quantize import quantize_rows
 from moelab.ops.reduce import reduce_topk_reference
 
 
@@ -82,6 +84,8 @@ class PackedBackend:
         has_work: bool,
     ) -> PackedExchange:
         n = len(x) if num_tokens is None else int(num_tokens)
+        if quantizes(self.spec, x, scales):
+            x, scales = quantize_rows(x[:n].contiguous(), power_of_two=self.spec.scales == "ue8m0")
         routing = route(topk_ids[:n], self.spec, self.rank)
         counts = routing.my_counts.cpu()
         headers = torch.cat([torch.full((len(counts), 1), int(has_work)), counts], 1).to(torch.int32)
@@ -161,6 +165,20 @@ class PackedBackend:
             with self._naming(half, f"it to take our {part} of exchange {exchange.number}"):
                 self._wire.drain(Tag(exchange.number, part), deadline)
         return out
+
+    def dispatch(self, *arguments) -> tuple[PackedExchange, tuple[Tensor, Tensor | None, Tensor]]:
+        exchange = self.dispatch_send(*arguments)
+        return exchange, self.dispatch_recv(exchange)
+
+    def combine(self, exchange: PackedExchange, y: Tensor, out: Tensor) -> Tensor:
+        self.combine_send(exchange, y)
+        return self.combine_recv(exchange, out)
+
+    def check(self, wait: bool) -> None:
+        """Nothing to do: a half that fails raises itself."""
+
+    def abandon(self) -> None:
+        self._wire.close(failed=True)
 
     def close(self, failed: bool) -> None:
         self._wire.close(failed)
