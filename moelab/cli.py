@@ -37,6 +37,8 @@ app = typer.Typer(
 app.add_typer(records_commands.app, name="records")
 bench_app = typer.Typer(help="Time what runs on the GPUs at hand, into records.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+kernels_app = typer.Typer(help="Build the CUDA kernels of the exchange, or say how they stand.", no_args_is_help=True)
+app.add_typer(kernels_app, name="kernels")
 perf_commands.register(app)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
@@ -243,3 +245,28 @@ def bench_ops(
         console.tables(op or [], records)
     else:
         console.ops(op or [], quick, as_json, records)
+
+
+@kernels_app.command("build")
+def kernels_build(as_json: AsJson = False) -> None:
+    """Compile the kernels for Hopper GPUs, if they are not.
+
+    Prints the path of the library. Needs nvcc (of CUDA_HOME, or on PATH) and NVSHMEM (torch for CUDA brings
+    it; or NVSHMEM_HOME), no GPU. A build lies in ~/.cache/moelab/kernels, or in $MOELAB_CACHE/kernels, under
+    a hash of all that went in: what is there is not built again, and processes that ask at the same time
+    wait for one of them.
+    """
+    from moelab.comm import console
+
+    console.build_kernels(as_json)
+
+
+@kernels_app.command("info")
+def kernels_info(as_json: AsJson = False) -> None:
+    """Say whether the kernels are built, from what, and where.
+
+    Compiles and loads nothing. What cannot be built is a finding, not a failure: its reason stands first.
+    """
+    from moelab.comm import console
+
+    console.info(as_json)

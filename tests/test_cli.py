@@ -66,7 +66,7 @@ def test_help_names_every_verb_and_is_quick():
     started = time.process_time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
-    for verb in ("doctor", "run", "tour", "records", "--debug", "--version"):
+    for verb in ("doctor", "run", "tour", "records", "kernels", "--debug", "--version"):
         assert verb in done.stdout
     cut_off = [x for x in done.stdout.partition("Commands:")[2].splitlines() if x.endswith("...")]
     assert not cut_off, "the first line of a verb's docstring is its summary: shorten it"
@@ -74,7 +74,9 @@ def test_help_names_every_verb_and_is_quick():
 
 
 @pytest.mark.parametrize(
-    "verb", [["doctor"], ["run"], ["tour"], ["records", "list"], ["records", "show"], ["records", "export"]]
+    "verb",
+    [["doctor"], ["run"], ["tour"], ["kernels", "build"], ["kernels", "info"]]
+    + [["records", verb] for verb in ("list", "show", "export")],
 )
 def test_every_verb_explains_itself(moelab, verb):
     status, out, err = moelab(*verb, "--help")

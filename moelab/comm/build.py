@@ -22,13 +22,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from moelab.comm.errors import CommError
 from moelab.comm.toolchain import Nvcc, Nvshmem, check, find_nvcc, find_nvshmem
+from moelab.config import MoelabError
 from moelab.share import share_dir
 
 COMMAND = "moelab kernels build"
@@ -54,8 +55,7 @@ class Built:
     """A library that is there."""
 
     library: Path
-    nvshmem: str  # the version whose device half is in it
-    facts: dict  # build.json: what went in, seconds, exports
+    facts: dict  # build.json: what went in, with NVSHMEM's version; exports, seconds, time
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,10 @@ def recipe(sources: Path | None = None) -> Recipe:
     return Recipe(files, nvcc, nvshmem)
 
 
-def build(what: Recipe) -> Built:
+def build(what: Recipe, say: Callable[[str], None] = log.warning) -> Built:
     """The build that `what` describes: at once if it is there; else compiled here, or by another process while this
-    one waits. Raises `CommError` with the compiler's words, and leaves no build, if it fails."""
+    one waits, which it tells by `say`. Raises `CommError` with the compiler's words, and leaves no build, if it
+    fails."""
     if built := what.find():
         return built
     root, failure = cache_dir(), cache_dir() / f"{what.key}.log"
@@ -120,44 +121,60 @@ def build(what: Recipe) -> Built:
     except OSError as error:
         raise CommError(f"cannot write to {root}: {error.strerror}; set MOELAB_CACHE to a folder that can") from None
     asked = time.time()
-    with lock, _locked(lock):
+    with lock, _locked(lock, say):
         if built := what.find():
             return built
         if failure.exists() and failure.stat().st_mtime >= asked:  # it failed while we waited; so would we
             raise CommError(f"another process could not build the kernels; what the compiler said is in {failure}")
         for left in root.glob(f"{what.key}.tmp*"):  # by a process that was killed; nobody else has the lock
             shutil.rmtree(left, ignore_errors=True)
-        log.warning("building the kernels with nvcc, once for these sources: a minute or so")
+        say("building the kernels, once for these sources: a minute or so")
         temporary = Path(tempfile.mkdtemp(prefix=f"{what.key}.tmp", dir=root))
         try:
-            _make(what, temporary, failure)
+            facts = _make(what, temporary, failure)
             temporary.chmod(0o755)  # mkdtemp lets nobody else in
             shutil.rmtree(what.folder, ignore_errors=True)  # a damaged one, else `find` had found it
             os.replace(temporary, what.folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         failure.unlink(missing_ok=True)
-    built = what.find()
-    assert built is not None
-    return built
+    return Built(what.folder / LIBRARY, facts)
+
+
+def find() -> Built | None:
+    """The library for these sources, if it is built: by this toolkit and NVSHMEM; or, where there is no nvcc, as on
+    many hosts that only run things, the newest of any. Raises `CommError` where versions disagree."""
+    try:
+        find_nvcc()
+    except CommError:
+        digest = _digest(_sources(None))
+        found = [built for folder in cache_dir().glob("*/") if (built := _read(folder))]
+        found = [x for x in found if (x.facts["sources"], x.facts["arch"]) == (digest, ARCH)]
+        return max(found, key=lambda built: built.facts["time"], default=None)
+    return recipe().find()
 
 
 def ensure() -> Built:
-    """The library for these sources, wherever it comes from: built by this toolkit, or built now. Where there is no
-    nvcc, as on many hosts that only run things, it is the newest build of these sources that lies in the cache."""
+    """The library for these sources, built now if it is not there. Raises `CommError` where it cannot be."""
+    if built := find():
+        return built
     try:
-        find_nvcc()
-    except CommError as missing:
-        digest, candidates = _digest(_sources(None)), []
-        for folder in cache_dir().glob("*/"):
-            built = _read(folder)
-            if built and (built.facts["sources"], built.facts["arch"]) == (digest, ARCH):
-                candidates.append(built)
-        if not candidates:
-            raise CommError(f"the kernels are not built (nothing for these sources in {cache_dir()}), and {missing}; "
-                            f"or run `{COMMAND}` where nvcc is, with the same MOELAB_CACHE") from None  # fmt: skip
-        return max(candidates, key=lambda built: built.facts["time"])
-    return build(recipe())
+        return build(recipe())
+    except CommError as error:
+        raise CommError(
+            f"the kernels are not built: {error}. `{COMMAND}` builds them, also elsewhere, into {cache_dir()} "
+            "(MOELAB_CACHE names another folder)"
+        ) from None
+
+
+def unavailable() -> str | None:
+    """Why the library is not to be had, and what to do; None if it is built or could be. Compiles nothing."""
+    try:
+        if find() is None:
+            recipe()
+    except MoelabError as error:
+        return str(error)
+    return None
 
 
 def exports(sources: tuple[Path, ...]) -> list[str]:
@@ -186,13 +203,13 @@ def _read(folder: Path) -> Built | None:
     """The build in a folder; None where there is none, or somebody damaged it."""
     try:
         facts = json.loads((folder / "build.json").read_text(encoding="utf-8"))
-        return Built(folder / LIBRARY, facts["nvshmem"], facts) if (folder / LIBRARY).is_file() else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return None
+    return Built(folder / LIBRARY, facts) if (folder / LIBRARY).is_file() else None
 
 
 @contextlib.contextmanager
-def _locked(file) -> Iterator[None]:
+def _locked(file, say: Callable[[str], None]) -> Iterator[None]:
     """Holds `file` alone; says whom it waits for, and not beyond LIMIT_S. The system lets go of it when a process
     dies."""
     started, said = time.monotonic(), False
@@ -209,7 +226,7 @@ def _locked(file) -> Iterator[None]:
                     f"(it holds {file.name})"
                 ) from None
             if not said:
-                log.warning("%s builds the kernels; waiting for it, at most %.0f s", who, LIMIT_S)
+                say(f"{who} builds the kernels; waiting for it, at most {LIMIT_S:.0f} s")
                 said = True
             time.sleep(0.1)
         except OSError as error:
@@ -220,8 +237,8 @@ def _locked(file) -> Iterator[None]:
     yield
 
 
-def _make(what: Recipe, folder: Path, failure: Path) -> None:
-    """Everything of a build into `folder`; on an error the log goes to `failure`."""
+def _make(what: Recipe, folder: Path, failure: Path) -> dict:
+    """Everything of a build into `folder`, and its facts; on an error the log goes to `failure`."""
     started, said = time.monotonic(), []
 
     def run(*arguments: str | Path, doing: str) -> str:
@@ -282,3 +299,4 @@ def _make(what: Recipe, folder: Path, failure: Path) -> None:
     }
     (folder / "build.log").write_text("\n".join(said), encoding="utf-8")
     (folder / "build.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    return facts

@@ -18,10 +18,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-import torch  # noqa: F401  its NVSHMEM and its CUDA runtime have to be the ones of this process
+import torch
 
 from moelab.comm import build
 from moelab.comm.errors import CommError
+from moelab.comm.toolchain import serves
 
 UID_BYTES = 128
 
@@ -146,8 +147,13 @@ class Library:
             for name, (result, arguments) in SIGNATURES.items():
                 function = getattr(self.c, name)
                 function.restype, function.argtypes = result, arguments
-        except (OSError, AttributeError) as error:
-            raise CommError(f"cannot load the kernels: {error}; build them anew: {build.COMMAND}") from None
+        except OSError as error:
+            cuda = torch.version.cuda or "the CPU alone"
+            raise CommError(
+                f"cannot load the kernels: {error}; they want a torch for CUDA 13, this one is for {cuda}"
+            ) from None
+        except AttributeError as error:
+            raise CommError(f"the kernels lack a function: {error}; reinstall moelab, then {build.COMMAND}") from None
         self.c.cudaGetErrorString.restype, self.c.cudaGetErrorString.argtypes = c_char_p, (c_int,)
         found = (c_int64 * 2)()
         self.c.moelab_a2a_struct_bytes(found)
@@ -155,7 +161,7 @@ class Library:
         if list(found) != wanted:
             raise CommError(
                 f"{path} has structures of {list(found)} bytes, this moelab of {wanted}: they are not of one version; "
-                f"build the kernels anew: {build.COMMAND}"
+                f"reinstall moelab, then {build.COMMAND}"
             )
 
     def sizes(self, shape: Shape) -> Sizes:
@@ -220,11 +226,11 @@ class Library:
         """Writes this rank's number, as a kernel sees it, to the int32 at `rank` in device memory."""
         self._check(self.c.moelab_nvshmem_device_rank(rank, stream), "asking for the rank on the device")
 
-    def nvshmem_version(self) -> tuple[int, int, int]:
-        """(major, minor, patch) of the host half that this process has loaded."""
+    def nvshmem_version(self) -> str:
+        """Of the host half that this process has loaded, "3.4.5"."""
         parts = [c_int(), c_int(), c_int()]
         self.c.nvshmemx_vendor_get_version_info(*map(byref, parts))
-        return tuple(part.value for part in parts)
+        return ".".join(str(part.value) for part in parts)
 
     def _check(self, status: int, doing: str) -> None:
         if status:
@@ -241,11 +247,11 @@ def load() -> Library:
     """
     built = build.ensure()
     library = Library(built.library)
-    host, device = library.nvshmem_version(), tuple(int(part) for part in built.nvshmem.split("."))
-    if host[0] != device[0] or host[1] < device[1]:
+    host, device = library.nvshmem_version(), built.facts["nvshmem"]
+    if not serves(host, device):
         raise CommError(
-            f"the kernels are built with NVSHMEM {built.nvshmem}, but this process has loaded "
-            f"{'.'.join(map(str, host))}, which is older: unset NVSHMEM_HOME, or install "
-            f"nvidia-nvshmem-cu13=={'.'.join(map(str, host))}, and build anew: {build.COMMAND}"
+            f"the kernels are built with NVSHMEM {device}, but this process has loaded the host library of {host}, "
+            f"which cannot serve them: unset NVSHMEM_HOME, or set it to one that is no newer than {host}, and build "
+            f"anew: {build.COMMAND}"
         )
     return library
