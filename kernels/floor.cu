@@ -1,8 +1,5 @@
-// What nothing that crosses the link can beat, measured by the simplest kernels that do it: how long a flag takes to
-// the peers and theirs to come, how long a kernel takes that does nothing, and what stores to a peer carry by how many
-// blocks. For `moelab bench alltoall`, which prints them beside its times; no exchange uses them.
-//
-// Like exchange.h: plain memory that the caller lends, 0 or a cudaError_t returned, nothing allocated or synchronised.
+// A flag there and back, a kernel that does nothing, stores to a peer: see floor.h.
+#include "floor.h"
 #include "memory.cuh"
 
 namespace moelab {
@@ -48,8 +45,6 @@ __global__ void __launch_bounds__(512) stores_kernel(uint4* target, int64_t unit
 
 #define MOELAB_EXPORT extern "C" __attribute__((visibility("default")))
 
-// One block. windows: device array [ranks], each 128 bytes for every rank, zeros at first, all mapped here; state: two
-// words of zeros. Every rank launches it equally often; it ends when the flags of all others have come.
 MOELAB_EXPORT int moelab_floor_flag(uint64_t* const* windows, int rank, int ranks, uint64_t* state,
                                     uint64_t timeout_ns, void* stream) {
   if (ranks < 1 || ranks > moelab::kMostRanks || rank < 0 || rank >= ranks) return cudaErrorInvalidValue;
@@ -63,7 +58,6 @@ MOELAB_EXPORT int moelab_floor_empty(int blocks, int threads, void* stream) {
   return cudaGetLastError();
 }
 
-// Fills `bytes`, a multiple of 16, at `target`, which may be a peer's memory, from `blocks` blocks of 512 threads.
 MOELAB_EXPORT int moelab_floor_stores(uint8_t* target, int64_t bytes, int blocks, void* stream) {
   if (bytes % 16 || blocks < 1) return cudaErrorInvalidValue;
   moelab::stores_kernel<<<blocks, 512, 0, (cudaStream_t)stream>>>((uint4*)target, bytes / 16);
