@@ -270,3 +270,70 @@ def kernels_info(as_json: AsJson = False) -> None:
     from moelab.comm import console
 
     console.info(as_json)
+
+
+@bench_app.command("alltoall")
+def bench_alltoall(
+    dp: Annotated[int, typer.Option("--dp", help="DP groups, which bring tokens of their own.")] = 2,
+    tp: Annotated[int, typer.Option("--tp", help="Ranks per DP group, which share the sending.")] = 1,
+    tokens: Annotated[
+        list[str] | None,
+        typer.Option("--tokens", metavar="N", help="Tokens of each DP group; repeatable, or 1,8,32. [1,8,32,128]"),
+    ] = None,
+    hidden: Annotated[int, typer.Option("--hidden", help="Values of a token.")] = 7168,
+    experts: Annotated[int, typer.Option("--experts", help="Routed experts in all.")] = 256,
+    top_k: Annotated[int, typer.Option("--top-k", help="Experts of a token.")] = 8,
+    dtype: Annotated[
+        Literal["fp8", "bf16"], typer.Option("--dtype", help="Of dispatched tokens; outputs come back in bf16.")
+    ] = "fp8",
+    routing: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--routing", metavar="NAME", help="uniform, group-limited, zipf, hot (all to rank 0); repeatable. [uniform]"
+        ),
+    ] = None,
+    graph: Annotated[
+        bool | None, typer.Option("--graph/--eager", help="Replays of a CUDA graph, or calls by the host. [both]")
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend",
+            metavar="NAME",
+            help="floor, nvshmem (our kernels), nccl-split, nccl-split-packed, nccl-padded, nvshmem-padded, "
+            "symm_mem-vdev2d, deep_ep, pplx; repeatable. [all]",
+        ),
+    ] = None,
+    returns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--returns",
+            metavar="NAME",
+            help="What our kernels send home: rows, one per expert; or a rank's sum, f32 or bf16; repeatable. [all]",
+        ),
+    ] = None,
+    blocks: Annotated[
+        list[str] | None,
+        typer.Option("--blocks", metavar="N", help="Blocks of our kernels; repeatable, or 8,16,32. [they choose]"),
+    ] = None,
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option("--device", help="cpu: the method over gloo, with small numbers.")
+    ] = "cuda",
+    as_json: AsJson = False,
+    records: Annotated[
+        Path, typer.Option("--records", metavar="DIR", help="Folder the records are appended to.")
+    ] = Path("records"),
+) -> None:
+    """Time dispatch and combine over dp × tp GPUs, beside others that do the same job.
+
+    Starts the ranks itself, one a GPU, on this machine; under torchrun it is a rank. A sample is the slowest rank's.
+    The floor that no exchange gets below is measured in the same run, and the least possible time stands beside each.
+    What was moved is checked before it is timed and after.
+    """
+    from moelab.bench import alltoall_console as console
+
+    console.alltoall_bench(
+        tokens or ["1,8,32,128"], routing or ["uniform"], device, dp=dp, tp=tp, hidden=hidden, experts=experts,
+        top_k=top_k, payload=dtype, graph=graph, backends=backend or [], returns=returns or [], blocks=blocks or [],
+        as_json=as_json, records=records,
+    )  # fmt: skip

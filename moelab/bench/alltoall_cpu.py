@@ -2,7 +2,9 @@
 
 `worker` runs on every rank of a launch and times, for each backend, dispatch (send and receive) and combine (send and
 receive) of the same routing. Ranks start together, behind a barrier that is not timed; a sample is the slowest rank's
-time, since a layer goes on when the last rank has its tokens. `records` makes Records of what the ranks report.
+time, since a layer goes on when the last rank has its tokens. `records` makes Records of what the ranks report. What
+arrives is checked before the timing and after it, as on GPUs (alltoall_case.py). `moelab bench alltoall --device cpu`
+runs this; alltoall.py is the same for GPUs.
 
 These times show how an exchange is measured. They say nothing about GPUs: gloo copies through sockets of one
 machine, and its processes share the cores.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from moelab.bench.alltoall_setting import Setting, slowest
 from moelab.config import ParallelConfig
 from moelab.results import Provenance, Record
 
@@ -53,33 +56,43 @@ def worker(context, job: dict[str, Any]) -> None:
 
 
 def _time(context, job, parallel: ParallelConfig, tokens: int, backend: str) -> tuple[dict[str, list[float]], int]:
+    import numpy as np
     import torch
     import torch.distributed as dist
 
+    from moelab.bench.alltoall_case import Case, summed
     from moelab.comm import AllToAll
     from moelab.comm.dense import Dense
 
-    ids = torch.tensor(job["ids"][parallel.dp_group(context.rank)][:tokens])
-    generator = torch.Generator().manual_seed(parallel.dp_group(context.rank))
+    setting = Setting(
+        parallel.dp, parallel.tp, tokens, job["hidden"], job["num_experts"], job["top_k"], job["payload"], "given"
+    )
+    given = [np.array(ids[:tokens], np.int32) for ids in job["ids"]]
+    case = Case(setting, context.rank, torch.device("cpu"), given)
+    y, out = case.padded_outputs(), torch.empty(tokens, job["hidden"])
     group = None if backend == "torch-gloo" else Dense(padded=backend == "dense-padded")
     samples: dict[str, list[float]] = {half: [] for half in HALVES}
     with AllToAll(
         parallel, job["num_experts"], job["top_k"], job["hidden"], tokens, job["payload"], slots=1, group=group
     ) as exchange:
-        x = torch.randn(tokens, job["hidden"], generator=generator).to(exchange.spec.payload_dtype)
-        weights = torch.full(ids.shape, 1 / ids.shape[1])
-        out = torch.empty(tokens, job["hidden"])
-        for _ in range(job["warmup"] + job["repeats"]):
+        last = job["warmup"] + job["repeats"] - 1
+        for repeat in range(last + 1):
+            checked = repeat in (0, last)
+            out.fill_(torch.nan)
             dist.barrier()
             start = time.perf_counter()
-            handle = exchange.dispatch_send(x, ids, weights)
-            rows, _, _ = exchange.dispatch_recv(handle)
+            handle = exchange.dispatch_send(case.x, case.ids, case.weights, case.scales)
+            received = exchange.dispatch_recv(handle)
             samples["dispatch"].append((time.perf_counter() - start) * 1e6)
+            if checked:
+                case.check_rows(*received)
             dist.barrier()
             start = time.perf_counter()
-            exchange.combine_send(handle, rows)
+            exchange.combine_send(handle, y)
             exchange.combine_recv(handle, out)
             samples["combine"].append((time.perf_counter() - start) * 1e6)
+            if checked:
+                case.check_out(out, summed(job["top_k"]))
         sent = exchange.sent_bytes // (job["warmup"] + job["repeats"])
     return {half: values[job["warmup"] :] for half, values in samples.items()}, sent
 
@@ -98,13 +111,13 @@ def records(
                 "params": {
                     "dp": job["dp"], "tp": job["tp"], "tokens": tokens, "hidden": job["hidden"],
                     "experts": job["num_experts"], "top_k": job["top_k"], "payload": job["payload"], "routing": routing,
+                    "ep": job["dp"] * job["tp"],
                 },
             }  # fmt: skip
             for half in HALVES:
-                of_ranks = [event["samples_us"] for event in mine if event["half"] == half]
-                slowest = [max(times) for times in zip(*of_ranks, strict=True)]
+                times = slowest([event["samples_us"] for event in mine if event["half"] == half])
                 found.append(
-                    Record.from_samples(slowest, metric=half, unit="us", clock="wall", warmup=job["warmup"], **common)
+                    Record.from_samples(times, metric=half, unit="us", clock="wall", warmup=job["warmup"], **common)
                 )
             sent = sum(event["bytes"] for event in mine if event["half"] == HALVES[0])
             found.append(Record.from_samples([sent], metric="sent", unit="B", clock="none", **common))
