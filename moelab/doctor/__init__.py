@@ -22,16 +22,16 @@ def collect(records: str | Path | None = None) -> list[Check]:
     """Every check, in the report's order; takes as long as importing torch. `records`: as `--records`."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from moelab.doctor import gpus, libraries, machine
+    from moelab.doctor import gpus, libraries, machine, network, nvshmem
 
-    with ThreadPoolExecutor(3) as pool:  # most of the time goes into waiting for children
-        gpu = pool.submit(gpus.checks)
-        library = pool.submit(libraries.checks)
-        backend = pool.submit(libraries.backend_checks)
-        found = [*machine.system_checks(), *gpu.result()]
-        has_gpu = any(c.name.startswith("GPU ") for c in gpu.result())
-        found += [*library.result(), *backend.result()]
-    return [*found, *machine.host_checks(has_gpu), *machine.data_checks(records)]
+    with ThreadPoolExecutor(4) as pool:  # most of the time goes into waiting for children
+        asked = [pool.submit(part.checks) for part in (gpus, libraries, nvshmem)]
+        backends, nodes = pool.submit(libraries.backend_checks), pool.submit(lambda: list(network.checks()))
+        gpu, library, shmem = (future.result() for future in asked)
+        gpu_count = sum(c.name.startswith("GPU ") for c in gpu)
+        found = [*machine.system_checks(), *gpu, *library, *backends.result(), *shmem]
+    found.append(nvshmem.put_signal_check(gpu_count))  # alone, as it has a time limit
+    return [*found, *machine.host_checks(gpu_count > 0), *nodes.result(), *machine.data_checks(records)]
 
 
 def as_dict(checks: list[Check]) -> dict[str, Any]:

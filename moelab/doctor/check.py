@@ -29,10 +29,10 @@ class ChildFailed(Exception):
     """The reason in one line."""
 
 
-def ask(code: str, *, timeout_s: float = 120) -> Any:
-    """Run Python `code` in a child of this interpreter, with this moelab importable; what it prints last, on
-    a line of its own, is read as JSON. Raises ChildFailed with the child's last line of error, its signal, or
-    the time limit."""
+def ask(code: str, *, timeout_s: float = 120, env: dict[str, str] | None = None) -> Any:
+    """Run Python `code` in a child of this interpreter, with this moelab importable and `env` added to the
+    environment; what it prints last, on a line of its own, is read as JSON. Raises ChildFailed with the child's
+    last line of error, its signal, or the time limit."""
     root = str(Path(__file__).resolve().parents[2])
     prelude = f"import sys; sys.path.append({root!r})\n"  # last: an installed package keeps its precedence
     try:
@@ -42,7 +42,7 @@ def ask(code: str, *, timeout_s: float = 120) -> Any:
             text=True,
             errors="replace",
             timeout=timeout_s,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            env={**os.environ, "PYTHONWARNINGS": "ignore", **(env or {})},
         )
     except subprocess.TimeoutExpired:
         raise ChildFailed(f"no answer within {timeout_s:.0f} s") from None

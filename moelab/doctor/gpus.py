@@ -174,7 +174,10 @@ def _toolkit() -> Check:
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
     release = re.search(r"release [\d.]+, V([\d.]+)", _output([nvcc, "--version"]) or "") if nvcc else None
     if release:
-        return Check(SECTION, "CUDA toolkit", OK, f"nvcc {release[1]} at {nvcc}")
+        able = "sm_90" in (_output([nvcc, "--list-gpu-code"]) or "").split()
+        detail = f"nvcc {release[1]} at {nvcc}" + ("" if able else ", which does not know sm_90")
+        fix = "" if able else "the kernels are built for Hopper (sm_90a): install a CUDA 13 toolkit"
+        return Check(SECTION, "CUDA toolkit", OK if able else WARN, detail, fix)
     return Check(
         SECTION,
         "CUDA toolkit",

@@ -37,11 +37,7 @@ def checks() -> list[Check]:
 
 
 def _library(distributions: tuple[str, ...], module: str, answer: str, fix: str) -> Check:
-    name, version = distributions[0], None
-    for candidate in distributions:
-        if version := _version(candidate):
-            name = candidate
-            break
+    name, version = version_of(*distributions) or (distributions[0], None)
     shown = module.split(".")[0] if module == "deep_gemm" else name
     if version is None and not (module and _found(module)):
         return Check(SECTION, shown, MISSING, "not installed", fix)
@@ -77,10 +73,20 @@ def _placeholder(version: str | None) -> Check:
 
 def _pinned(name: str, version: str) -> Check:
     """torch loads its own NVSHMEM host library, and two of them in one process do not work."""
-    pin = next((m[1] for r in _requires("torch") if (m := re.match(rf"{re.escape(name)}\s*==\s*([\w.]+)", r))), None)
-    if pin is None or pin == version:
-        return Check(SECTION, name, OK, version + (" (torch's own pin)" if pin else ""))
+    package, pin = torch_pin() or (None, None)
+    if package != name or pin == version:
+        return Check(SECTION, name, OK, version + (" (torch's own pin)" if package == name else ""))
     return Check(SECTION, name, WARN, f"{version}, but this torch is built with {pin}", f"pip install {name}=={pin}")
+
+
+def torch_pin() -> tuple[str, str] | None:
+    """(package, version) of NVSHMEM that the installed torch asks for."""
+    try:
+        required = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    found = (re.match(r"(nvidia-nvshmem-cu\d+)\s*==\s*([\w.]+)", line) for line in required)
+    return next(((m[1], m[2]) for m in found if m), None)
 
 
 def backend_checks() -> list[Check]:
@@ -96,18 +102,14 @@ def backend_checks() -> list[Check]:
     ]
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _requires(distribution: str) -> list[str]:
-    try:
-        return importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
+def version_of(*distributions: str) -> tuple[str, str] | None:
+    """(name, version) of the first that is installed."""
+    for name in distributions:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _found(module: str) -> bool:

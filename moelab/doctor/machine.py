@@ -1,11 +1,11 @@
-"""Interpreter, operating system, limits and devices that matter between GPUs, and the data at hand."""
+"""Interpreter, operating system, what ranks of one host need of it, and the data at hand."""
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
 import os
 import platform
-import resource
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,7 +15,8 @@ from moelab.doctor.check import MISSING, OK, WARN, Check
 
 # NVLink multicast stays off: a program that uses it can put GPUs that others share out of service.
 MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-RDMA_LIBRARIES = ("libibverbs", "libmlx5", "libfabric", "libgdrapi")
+_PIDFD_GETFD = 438  # on every Linux
+_CAP_SYS_PTRACE = 19
 PYTHONS = ((3, 11), (3, 14))
 
 
@@ -86,36 +87,37 @@ def host_checks(has_gpu: bool) -> Iterator[Check]:
             f"{size / 2**30:.1f} GiB",
             "NCCL wants 1 GiB or more: --shm-size in a container" if small else "",
         )
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    endless = limit == resource.RLIM_INFINITY
-    devices = sorted(p.name for p in Path("/dev/infiniband").glob("uverbs*"))
-    yield Check(
-        "Host",
-        "ulimit -l",
-        WARN if devices and not endless else OK,
-        "unlimited" if endless else f"{limit / 1024:.0f} KiB",
-        "RDMA registers memory: ulimit -l unlimited" if devices and not endless else "",
-    )
-    yield Check(
-        "Host",
-        "InfiniBand",
-        OK if devices else MISSING,
-        ", ".join(devices) if devices else "no /dev/infiniband: one node only",
-    )
-    gdr = os.path.exists("/dev/gdrdrv")
-    yield Check(
-        "Host",
-        "GDRCopy",
-        OK if gdr else MISSING,
-        "/dev/gdrdrv" if gdr else "no /dev/gdrdrv: needed only between nodes",
-    )
-    found = [name for name in RDMA_LIBRARIES if ctypes.util.find_library(name.removeprefix("lib"))]
-    yield Check(
-        "Host",
-        "RDMA libraries",
-        OK if found else MISSING,
-        ", ".join(found) or f"none of {', '.join(RDMA_LIBRARIES)}",
-    )
+    yield _other_ranks_memory(bad)
+
+
+def _other_ranks_memory(bad: str) -> Check:
+    """A rank that maps a peer's memory takes the peer's file descriptor; torch does by pidfd_getfd (expandable
+    segments, symmetric memory), which the kernel allows as it allows to trace the other process."""
+    name = "pidfd_getfd"
+    if sys.platform != "linux":
+        return Check("Host", name, MISSING, "Linux only")
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        handle = os.pidfd_open(os.getpid())
+        taken = libc.syscall(_PIDFD_GETFD, handle, handle, 0)
+        refused = os.strerror(ctypes.get_errno()) if taken < 0 else ""
+        for descriptor in (handle, taken):
+            if descriptor >= 0:
+                os.close(descriptor)
+    except OSError as error:
+        refused = str(error.strerror)
+    if refused:
+        fix = "in a container: --cap-add=SYS_PTRACE --security-opt seccomp=unconfined" if bad == WARN else ""
+        return Check("Host", name, bad, f"refused even for this process: {refused}", fix)
+    try:
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        scope = 0  # a kernel without that restriction
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    may = scope == 0 or bool(effective and int(effective[1], 16) >> _CAP_SYS_PTRACE & 1 and scope < 3)
+    detail = f"works; ptrace scope {scope}" + ("" if may else ": ranks may not take file descriptors of one another")
+    fix = "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE; torch's symmetric memory wants it"
+    return Check("Host", name, OK if may else bad, detail, fix if not may and bad == WARN else "")
 
 
 def data_checks(records: str | Path | None) -> Iterator[Check]:

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -12,6 +11,7 @@ from moelab import doctor
 from moelab.doctor import gpus, libraries, machine
 from moelab.doctor.check import MISSING, OK, WARN, Check, ChildFailed, ask
 
+SECTIONS = {"System", "GPU", "Libraries", "Backends", "NVSHMEM", "Host", "Multi-node only", "Data"}
 TOPOLOGY = """\
 \x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tNV18\tSYS\tPIX\t0-15\t0\t\tN/A
@@ -98,24 +98,6 @@ def test_without_a_gpu_the_drivers_reason_is_shown(monkeypatch):
     assert first.detail == "none: cuInit: no CUDA-capable device is detected (100)"
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """install("name", "1.0", module="m", source="...") puts a distribution where this process and its
-    children look."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def put(name, version, *, module="", source="", requires=()):
-        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
-        (info / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
-        if module:
-            (tmp_path / f"{module}.py").write_text(textwrap.dedent(source))
-
-    return put
-
-
 def library(name):
     row = next(r for r in libraries._LIBRARIES if name in r[0])
     return libraries._library(*row)
@@ -180,6 +162,35 @@ def test_multicast_left_on_is_a_warning_only_with_gpus(monkeypatch):
     assert status(True).status == OK
 
 
+def test_a_kernel_that_refuses_file_descriptors_of_other_ranks_is_a_warning_only_with_gpus(monkeypatch):
+    def check(has_gpu):
+        return next(c for c in machine.host_checks(has_gpu) if c.name == "pidfd_getfd")
+
+    if sys.platform != "linux":
+        assert check(True).status == MISSING
+        return
+    assert check(True).detail  # whatever this host allows, something is said
+
+    def no_such_call(pid):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(machine.os, "pidfd_open", no_such_call)
+    assert (check(True).status, check(False).status) == (WARN, MISSING)
+    assert "refused even for this process: Function not implemented" in check(True).detail
+    assert "SYS_PTRACE" in check(True).fix and not check(False).fix
+
+
+def test_a_toolkit_that_does_not_know_hopper_is_a_warning(monkeypatch):
+    def said(codes):
+        return lambda command: codes if "--list-gpu-code" in command else "release 13.0, V13.0.88"
+
+    monkeypatch.setattr(gpus.shutil, "which", lambda name, path=None: "/opt/nvcc")
+    monkeypatch.setattr(gpus, "_output", said("sm_75\nsm_80\nsm_90\n"))
+    assert (gpus._toolkit().status, gpus._toolkit().detail) == (OK, "nvcc 13.0.88 at /opt/nvcc")
+    monkeypatch.setattr(gpus, "_output", said("sm_75\nsm_80\n"))
+    assert gpus._toolkit().status == WARN and "sm_90" in gpus._toolkit().detail
+
+
 def test_damaged_records_are_pointed_at(tmp_path):
     (tmp_path / "x.jsonl").write_text("{torn")
     check = next(c for c in machine.data_checks(tmp_path) if c.name == "records")
@@ -209,7 +220,7 @@ def test_the_command_prints_json_and_never_imports_torch_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert sum(report["summary"].values()) == len(report["checks"])
-    assert {"System", "GPU", "Libraries", "Backends", "Host", "Data"} == {c["section"] for c in report["checks"]}
+    assert SECTIONS == {c["section"] for c in report["checks"]}
     for check in report["checks"]:
         assert check["status"] in (OK, WARN, MISSING) and check["name"] and "\n" not in check["detail"] + check["fix"]
 
