@@ -17,6 +17,7 @@ Inputs stay the same in a graph and lie in the cache as far as they fit, as the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,13 +25,15 @@ from typing import Any
 
 from moelab.bench.alltoall_setting import Bound, Copies, Setting, bound, slowest
 from moelab.bench.timer import BenchError
+from moelab.comm import CommError, build
 from moelab.hardware import fabric, gpu
 from moelab.launch import LaunchError, launch
 from moelab.results import Provenance, Record
 
 BENCH = "alltoall"
+OURS = ("nvshmem", "nvshmem-flags", "nvshmem-puts")
 BACKENDS = (
-    "floor", "nvshmem", "nccl-split", "nccl-split-packed", "nccl-padded", "nvshmem-padded", "symm_mem-vdev2d",
+    "floor", *OURS, "nccl-split", "nccl-split-packed", "nccl-padded", "nvshmem-padded", "symm_mem-vdev2d",
     "deep_ep", "pplx",
 )  # fmt: skip
 RETURNS = ("rows", "f32", "bf16")
@@ -69,6 +72,8 @@ def run(job: dict[str, Any]) -> Iterable[tuple[int, dict[str, Any]]] | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _as_a_rank(job, size)
     _enough_gpus(size)
+    with contextlib.suppress(CommError):  # the ranks say so, with what cannot run for it
+        build.ensure()
     return _started(job, size)
 
 

@@ -62,7 +62,6 @@ class Packed:
         raise NotImplementedError
 
     def check(self) -> None:
-        torch.cuda.synchronize()
         same(self.landed(), self.case.images(self.arriving), "a row")
         same(self.returned(), self.case.outputs(self.mine), "an output")
 
@@ -218,8 +217,7 @@ class SymmMem(Packed):
         self.arrived, self.home = (symmetric((2, bundles), torch.int64, device) for _ in range(2))
         self.send.copy_(self.rows)
         self.splits.copy_((self.mine[2] // case.bundle).bincount(minlength=bundles))
-        torch.cuda.synchronize()
-        dist.barrier()
+        dist.barrier()  # on the stream, behind the copies
         self.dispatch()  # only it knows where rows come to stand, and that is where outputs must be
         splits, offsets = self.arrived.tolist()
         stands = [torch.arange(at, at + count) for count, at in zip(splits, offsets, strict=True)]

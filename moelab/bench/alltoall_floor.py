@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from moelab.bench.alltoall_timer import Ranks, empty_samples, pair_samples
 from moelab.bench.timer import BenchError, Samples
@@ -25,7 +26,7 @@ WINDOW_BYTES = 128  # of a flag
 STORE_BYTES = 64 << 20
 STORE_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 132)
 WAIT_NS = 10_000_000_000
-CALLS = 32
+STORAGE_DEVICE = 6  # of the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Reading:
     samples: Samples
 
 
-def measure(rank: int, size: int, device: torch.device, ranks: Ranks, nvshmem: bool) -> Iterator[Reading]:
-    """Collective. `nvshmem`: take the windows from torch's NVSHMEM, since it cannot change its mind later."""
+def measure(rank: int, size: int, device: torch.device, ranks: Ranks) -> Iterator[Reading]:
+    """Collective, over ranks of one node. Raises BenchError or Failed on all ranks."""
     functions = ranks.attempt(_functions)
-    flags, flag_at = ranks.attempt(lambda: _shared(size * WINDOW_BYTES, device, nvshmem))
-    _, store_at = ranks.attempt(lambda: _shared(STORE_BYTES, device, nvshmem))
+    flags, flag_at = ranks.attempt(lambda: _shared(size * WINDOW_BYTES, device))
+    targets, store_at = ranks.attempt(lambda: _shared(STORE_BYTES, device))
     windows = torch.tensor(flag_at, dtype=torch.int64, device=device)
     state = torch.zeros(2, dtype=torch.int64, device=device)
     ranks.align()
@@ -70,7 +71,8 @@ def measure(rank: int, size: int, device: torch.device, ranks: Ranks, nvshmem: b
         samples = pair_samples(stores, STORE_BYTES / 300e3, ranks)
         rates = Samples([STORE_BYTES / us / 1e3 for us in samples.us], samples.warmup)
         yield Reading("stores", "GB/s", {"blocks": blocks, "bytes": STORE_BYTES}, rates)
-    del flags
+    ranks.align()  # nobody unmaps what a peer still writes to
+    del flags, targets
 
 
 def _functions() -> ctypes.CDLL:
@@ -82,19 +84,18 @@ def _functions() -> ctypes.CDLL:
     return functions
 
 
-def _shared(size: int, device: torch.device, nvshmem: bool) -> tuple[Tensor, list[int]]:
-    """Zeros that every rank has mapped, and where each rank's are. Collective."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    if nvshmem and symm_mem.get_backend(device) != "NVSHMEM":
-        symm_mem.set_backend("NVSHMEM")
-    tensor = symm_mem.empty(size, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(tensor, dist.group.WORLD)
-    tensor.zero_()
-    pointers = list(handle.buffer_ptrs)
-    if not all(pointers):
-        raise BenchError("a rank's memory is not mapped here: the floor is of ranks that share NVLink")
-    return tensor, pointers
+def _shared(size: int, device: torch.device) -> tuple[list[Tensor], list[int]]:
+    """Zeros on every rank, all of them mapped here by CUDA's IPC, and where they are. Collective."""
+    mine = torch.zeros(size, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    shared: list = [None] * dist.get_world_size()
+    dist.all_gather_object(shared, reductions.reduce_tensor(mine))
+    tensors = []
+    for peer, (rebuild, arguments) in enumerate(shared):
+        here = list(arguments)
+        here[STORAGE_DEVICE] = device.index  # mapped on our GPU, not on the one where it lies
+        tensors.append(mine if peer == dist.get_rank() else rebuild(*here))
+    return tensors, [tensor.data_ptr() for tensor in tensors]
 
 
 def _check(status: int) -> None:

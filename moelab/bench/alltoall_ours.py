@@ -1,4 +1,9 @@
-"""`AllToAll` over our kernels, as `moelab bench alltoall` drives it: fused launches, and the four halves."""
+"""`AllToAll` over our kernels, as `moelab bench alltoall` drives it: fused launches, and the four halves.
+
+nvshmem         as it chooses for itself: packets for few tokens, flags for many
+nvshmem-flags   flags always
+nvshmem-puts    NVSHMEM's puts and signals to all other ranks, the path between nodes, here over NVLink
+"""
 
 from __future__ import annotations
 
@@ -9,23 +14,26 @@ from moelab.bench.alltoall_case import ROUNDED_TWICE, Case, rounded_once
 from moelab.bench.alltoall_setting import Copies
 from moelab.comm import AllToAll, Nvshmem
 
-WAIT_S = 10.0  # a bench would rather fail soon
+WAIT_S = 20.0  # a bench would rather fail soon
 
 
 class Ours:
-    """One configuration: `returns` and `blocks` (0: the library chooses) as in `Nvshmem`.
+    """One configuration: `name` of those above, `returns` and `blocks` (0: the library chooses) as in `Nvshmem`.
 
     `depth` slots, so that so many dispatches can be in flight; inputs and outputs are the same in all of them."""
 
-    name = "nvshmem"
-
-    def __init__(self, case: Case, returns: str, blocks: int, depth: int) -> None:
+    def __init__(self, name: str, case: Case, returns: str, blocks: int, depth: int) -> None:
         setting = case.setting
         self.case, self.returns, self.depth = case, returns, depth
+        others = tuple(rank for rank in range(setting.ep) if rank != case.rank)
+        options = Nvshmem(
+            returns=returns, num_blocks=blocks, packets=name == "nvshmem",
+            puts_to=others if name == "nvshmem-puts" else (),
+        )  # fmt: skip
         self.exchange = AllToAll(
             setting.parallel(), setting.experts, setting.top_k, setting.hidden, setting.tokens, setting.payload,
             slots=depth, scales="column_tma" if setting.payload == "fp8" else "row",
-            group=Nvshmem(returns=returns, num_blocks=blocks), device=case.device, timeout_s=WAIT_S,
+            group=options, device=case.device, timeout_s=WAIT_S,
         )  # fmt: skip
         self.params = {"returns": returns, "blocks": blocks}
         self.y = case.padded_outputs()

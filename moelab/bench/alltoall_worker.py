@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moelab.bench import alltoall_timer as timer
+from moelab.bench.alltoall import OURS
 from moelab.bench.alltoall_case import Case, WrongResult
 from moelab.bench.alltoall_setting import Copies, Setting
 from moelab.bench.timer import Samples
@@ -46,31 +47,32 @@ def worker(context, job: dict[str, Any]) -> None:
 def _floor(context, job: dict[str, Any], ranks: timer.Ranks, device: torch.device) -> None:
     from moelab.bench import alltoall_floor as floor
 
-    nvshmem = bool({"nvshmem-padded", "symm_mem-vdev2d"} & set(job["backends"]))
     try:
-        for reading in floor.measure(context.rank, context.world_size, device, ranks, nvshmem):
+        for reading in floor.measure(context.rank, context.world_size, device, ranks):
             _emit(context, None, floor.BACKEND, reading.params, reading.metric, "graph", reading.samples, reading.unit)
     except Exception as failure:  # raised on all ranks
         context.emit({"setting": None, "backend": floor.BACKEND, "why": str(failure)})
 
 
 def _makers(job: dict[str, Any], case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """(name, how to make it) of every backend and configuration that is asked for."""
-    if "nvshmem" in job["backends"]:
-        for returns in job["returns"]:
-            for blocks in job["blocks"]:
-                yield "nvshmem", partial(_ours, case, returns, blocks)
+    """(name, how to make it) of every backend and configuration that is asked for, ours first: NVSHMEM is then started
+    with our settings, and torch's use of it joins in."""
+    for name in OURS:
+        if name in job["backends"]:
+            for returns in job["returns"]:
+                for blocks in job["blocks"]:
+                    yield name, partial(_ours, name, case, returns, blocks)
     for name in job["backends"]:
-        if name not in ("floor", "nvshmem"):
+        if name != "floor" and name not in OURS:
             yield name, partial(_peer, name, case)
 
 
-def _ours(case: Case, returns: str, blocks: int) -> Any:
+def _ours(name: str, case: Case, returns: str, blocks: int) -> Any:
     from moelab.bench.alltoall_ours import Ours
 
     experts, room, hidden = case.padded_shape
     depth = max(1, min(MOST_DEPTH, DEPTH_BYTES // (experts * room * hidden)))
-    return Ours(case, returns, blocks, depth)
+    return Ours(name, case, returns, blocks, depth)
 
 
 def _peer(name: str, case: Case) -> Any:
