@@ -45,6 +45,7 @@ from moelab.comm.backend import Backend, Exchange, available, open_backend
 from moelab.comm.checks import check_dispatch, check_out, check_y
 from moelab.comm.dense import Dense
 from moelab.comm.errors import CommError, ExchangeTimeout, WireError
+from moelab.comm.nvshmem import Nvshmem
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.virtual import VirtualRank
 from moelab.config import ConfigError, ParallelConfig
@@ -114,7 +115,7 @@ class AllToAll:
         slots: int = 2,
         layout: str = "expert_padded",
         scales: str = "row",
-        group: dist.ProcessGroup | Dense | VirtualRank | None = None,
+        group: dist.ProcessGroup | Dense | Nvshmem | VirtualRank | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
@@ -156,7 +157,6 @@ class AllToAll:
         """Bytes this rank has sent to other ranks since construction: counts, rows and outputs."""
         return self._backend.sent_bytes
 
-    @torch.no_grad()
     def dispatch_send(
         self,
         x: Tensor,
@@ -184,7 +184,6 @@ class AllToAll:
         exchange = self._guard(self._backend.dispatch_send, number, slot, *arguments, has_work)
         return self._begun(Handle(self, number, slot, exchange, x.shape, "dispatch_recv"))
 
-    @torch.no_grad()
     def dispatch_recv(self, handle: Handle) -> tuple[Tensor, Tensor | None, Tensor]:
         """Wait for the tokens of this rank's experts: (rows, row_scales, counts).
 
@@ -196,7 +195,6 @@ class AllToAll:
         self._take(handle, "dispatch_recv")
         return self._guard(self._backend.dispatch_recv, handle._exchange)
 
-    @torch.no_grad()
     def dispatch(
         self,
         x: Tensor,
@@ -215,7 +213,6 @@ class AllToAll:
         exchange, received = self._guard(self._backend.dispatch, number, slot, *arguments, has_work)
         return self._begun(Handle(self, number, slot, exchange, x.shape, "combine_send")), *received
 
-    @torch.no_grad()
     def combine_send(self, handle: Handle, y: Tensor) -> None:
         """Send the experts' outputs home; returns at once.
 
@@ -225,7 +222,6 @@ class AllToAll:
         self._take(handle, "combine_send", lambda: check_y(self.spec, self._backend, y))
         self._guard(self._backend.combine_send, handle._exchange, y)
 
-    @torch.no_grad()
     def combine_recv(self, handle: Handle, out: Tensor) -> Tensor:
         """Wait for the outputs of this DP group's tokens and write out[t] = Σ_k w_k·y_k; returns out. Frees the slot.
 
@@ -236,7 +232,6 @@ class AllToAll:
         self._guard(self._backend.combine_recv, handle._exchange, out)
         return self._finished(handle, out)
 
-    @torch.no_grad()
     def combine(self, handle: Handle, y: Tensor, out: Tensor) -> Tensor:
         """combine_send and combine_recv in one, for when nothing runs between; returns out. Frees the slot.
 
@@ -339,7 +334,6 @@ class AllToAll:
         self._backend.abandon()
 
 
-def _rank(group: dist.ProcessGroup | Dense | VirtualRank | None) -> int:
-    if isinstance(group, VirtualRank):
-        return group.index
-    return dist.get_rank(group.group if isinstance(group, Dense) else group)
+def _rank(group: dist.ProcessGroup | Dense | Nvshmem | VirtualRank | None) -> int:
+    ranks = group.group if isinstance(group, Dense | Nvshmem) else group
+    return ranks.index if isinstance(ranks, VirtualRank) else dist.get_rank(ranks)

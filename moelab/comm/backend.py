@@ -14,11 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moelab.comm.dense import Dense, DenseWire
+from moelab.comm.device_exchange import DeviceBackend
 from moelab.comm.errors import CommError
+from moelab.comm.nvshmem import Nvshmem, NvshmemSite, unavailable_nvshmem
 from moelab.comm.packed import PackedBackend
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.torch_wire import GlooWire, NcclWire, unavailable_gloo, unavailable_nccl
 from moelab.comm.virtual import VirtualRank, VirtualWire
+from moelab.comm.virtual_kernels import VirtualSite
 from moelab.config import ConfigError
 
 
@@ -81,41 +84,59 @@ class Backend(Protocol):
 
 
 def open_backend(
-    group: dist.ProcessGroup | Dense | VirtualRank | None,
+    group: dist.ProcessGroup | Dense | Nvshmem | VirtualRank | None,
     spec: ExchangeSpec,
     device: torch.device | None,
     timeout_s: float,
 ) -> Backend:
     """The backend that `group` calls for. Collective. Raises `CommError` with the reason if it cannot run."""
-    if isinstance(group, VirtualRank):
-        _check_size(group.world.size, spec)
-        return PackedBackend(spec, VirtualWire(group, spec), device or torch.device("cpu"), timeout_s)
-    processes = group.group if isinstance(group, Dense) else group
-    if processes is None:
+    ranks = group.group if isinstance(group, Dense | Nvshmem) else group
+    if isinstance(ranks, VirtualRank):
+        _check_size(ranks.world.size, spec)
+        if isinstance(group, Dense) or (isinstance(group, Nvshmem) and ranks.world.library is None):
+            raise ConfigError(
+                f"{type(group).__name__} over virtual ranks: give {type(group).__name__} a process group, or make the "
+                "ranks with kernels, VirtualRanks(ep, library)"
+            )
+        if ranks.world.library is None:
+            return PackedBackend(spec, VirtualWire(ranks, spec), device or torch.device("cpu"), timeout_s)
+        options = group if isinstance(group, Nvshmem) else Nvshmem()
+        device = device or (_current_gpu() if torch.cuda.is_available() else torch.device("cpu"))
+        return DeviceBackend(spec, VirtualSite(options, ranks, spec, device, timeout_s), device, timeout_s)
+    if ranks is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise CommError(
                 "group is None but torch.distributed is not initialised: "
                 f"{unavailable_gloo() or 'call init_process_group first'}, or pass VirtualRanks(ep).rank(i)"
             )
-        processes = dist.group.WORLD
-    if not isinstance(processes, dist.ProcessGroup):
+        ranks = dist.group.WORLD
+    if not isinstance(ranks, dist.ProcessGroup):
         raise ConfigError(
-            f"group is a {type(group).__name__}: legal are a torch.distributed process group, None for the "
-            "world, and VirtualRanks(ep).rank(i)"
+            f"group is a {type(ranks).__name__}: legal are a torch.distributed process group, None for the "
+            "world, Nvshmem() and VirtualRanks(ep).rank(i)"
         )
-    _check_size(processes.size(), spec)
-    backends = str(dist.get_backend_config(processes))
+    _check_size(ranks.size(), spec)
+    if isinstance(group, Nvshmem):
+        device = device or _current_gpu()
+        if device.type != "cuda":
+            raise ConfigError(f"device is {device}: nvshmem works on GPUs; take gloo on the CPU")
+        return DeviceBackend(spec, NvshmemSite(group, ranks, spec, device, timeout_s), device, timeout_s)
+    backends = str(dist.get_backend_config(ranks))
     if device is None:
         # A group made for both serves the CPU unless a device is asked for, as several ranks may share a GPU.
         on_gpu = "nccl" in backends and "gloo" not in backends
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        device = _current_gpu() if on_gpu else torch.device("cpu")
     if isinstance(group, Dense):
-        wire = DenseWire(processes, group.padded, spec, device, timeout_s)
+        wire = DenseWire(ranks, group.padded, spec, device, timeout_s)
     elif device.type == "cuda" and "nccl" in backends:
-        wire = NcclWire(processes, spec, device, timeout_s)
+        wire = NcclWire(ranks, spec, device, timeout_s)
     else:
-        wire = GlooWire(processes, spec, device, timeout_s)
+        wire = GlooWire(ranks, spec, device, timeout_s)
     return PackedBackend(spec, wire, device, timeout_s)
+
+
+def _current_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _check_size(size: int, spec: ExchangeSpec) -> None:
@@ -132,5 +153,5 @@ def available() -> dict[str, str]:
         "torch-gloo": unavailable_gloo() or "ok",
         "torch-nccl": unavailable_nccl() or "ok",
         "virtual": "ok",
-        "nvshmem": "its kernels are not part of this build: use torch-nccl on GPUs, torch-gloo elsewhere",
+        "nvshmem": unavailable_nvshmem() or "ok",
     }

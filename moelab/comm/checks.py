@@ -22,6 +22,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _check(name: str, t: Tensor, shape: tuple[int | str, ...], dtypes: tuple[torch.dtype, ...], device) -> None:
     """`shape` entries that are text are free."""
+    if isinstance(t, Tensor) and t.dtype in dtypes and t.device == device:
+        size = t.shape
+        if size == shape or (shape[0] == "T" and size[1:] == shape[1:]):
+            return  # what nearly always is so, and cheaply said
     if not isinstance(t, Tensor):
         raise InputError(f"{name} is a {type(t).__name__}: give a tensor")
     fits = t.dim() == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, t.shape, strict=True))

@@ -72,6 +72,7 @@ class PackedBackend:
     def sent_bytes(self) -> int:
         return self._wire.sent_bytes
 
+    @torch.no_grad()
     def dispatch_send(
         self,
         number: int,
@@ -101,6 +102,7 @@ class PackedBackend:
         self._send("dispatch_send", Tag(number, "rows"), rows)
         return exchange
 
+    @torch.no_grad()
     def dispatch_recv(self, exchange: PackedExchange) -> tuple[Tensor, Tensor | None, Tensor]:
         spec, half, deadline = self.spec, "dispatch_recv", self._deadline()
         headers = self._wait(half, Tag(exchange.number, "counts"), deadline)
@@ -137,6 +139,7 @@ class PackedBackend:
         exchange.local_rows = None
         return rows, row_scales, total.to(torch.int32).to(self.device)
 
+    @torch.no_grad()
     def combine_send(self, exchange: PackedExchange, y: Tensor) -> None:
         spec, tag = self.spec, Tag(exchange.number, "outputs")
         flat = y.reshape(-1, spec.hidden)
@@ -151,6 +154,7 @@ class PackedBackend:
         self._send("combine_send", tag, messages)
         self._post("combine_send", tag, sizes)
 
+    @torch.no_grad()
     def combine_recv(self, exchange: PackedExchange, out: Tensor) -> Tensor:
         half, deadline = "combine_recv", self._deadline()
         messages = self._wait(half, Tag(exchange.number, "outputs"), deadline)

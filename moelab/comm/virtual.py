@@ -5,6 +5,8 @@
 
 A send puts the message in the mailbox and returns, so one thread may play all ranks in turn (each half on every rank,
 then the next half), or each rank may have a thread: a receive waits until its messages are there.
+
+Given a library of kernels, `VirtualRanks(4, library)`, they move the data instead; see virtual_kernels.py.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,16 +23,21 @@ from moelab.comm.spec import ExchangeSpec
 from moelab.comm.wire import Tag
 from moelab.config import ConfigError
 
+if TYPE_CHECKING:
+    from moelab.comm.library import Library
+
 
 @dataclass
-class _Channel:
-    """What the ranks of one exchange share: the mailbox and who has left. Guarded by `changed`."""
+class Channel:
+    """What the ranks of one exchange share: the mailbox, or the memory of kernels, and who has left. Guarded by
+    `changed`."""
 
     spec: ExchangeSpec
     first_rank: int
     changed: threading.Condition = field(default_factory=threading.Condition)
     mail: dict[tuple[int, int, Tag], Tensor] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)  # rank -> how
+    shared: object = None  # of virtual_kernels.py
 
     def leave(self, rank: int, how: str) -> None:
         with self.changed:
@@ -38,15 +46,18 @@ class _Channel:
 
 
 class VirtualRanks:
-    """`size` ranks in this process. The i-th exchange that each rank constructs is the same exchange."""
+    """`size` ranks in this process. The i-th exchange that each rank constructs is the same exchange.
 
-    def __init__(self, size: int) -> None:
+    `library`: kernels that move the data; each rank then needs a thread, unless `one_launch` is False (the emulation).
+    """
+
+    def __init__(self, size: int, library: Library | None = None, one_launch: bool = True) -> None:
         if size < 1:
             raise ConfigError(f"size is {size}: give a positive number of ranks")
-        self.size = size
+        self.size, self.library, self.one_launch = size, library, one_launch
         self._lock = threading.Lock()
         self._opened = [0] * size
-        self._channels: dict[int, _Channel] = {}
+        self._channels: dict[int, Channel] = {}
 
     def rank(self, index: int) -> VirtualRank:
         """The handle to pass as `group`."""
@@ -54,10 +65,10 @@ class VirtualRanks:
             raise ConfigError(f"rank is {index}: legal are 0…{self.size - 1}")
         return VirtualRank(self, index)
 
-    def _join(self, rank: int, spec: ExchangeSpec) -> _Channel:
+    def join(self, rank: int, spec: ExchangeSpec) -> Channel:
         with self._lock:
             number = self._opened[rank]
-            channel = self._channels.setdefault(number, _Channel(spec, rank))
+            channel = self._channels.setdefault(number, Channel(spec, rank))
             self._opened[rank] += 1
             if min(self._opened) > number:
                 del self._channels[number]  # all have it: the exchanges alone keep it alive
@@ -85,7 +96,7 @@ class VirtualWire:
     def __init__(self, group: VirtualRank, spec: ExchangeSpec) -> None:
         self.rank, self.size = group.index, group.world.size
         self.sent_bytes = 0
-        self._channel = group.world._join(self.rank, spec)
+        self._channel = group.world.join(self.rank, spec)
         self._sizes: dict[Tag, dict[int, int]] = {}
 
     def send(self, tag: Tag, messages: dict[int, Tensor]) -> None:
