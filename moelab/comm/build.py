@@ -55,7 +55,12 @@ class Built:
     """A library that is there."""
 
     library: Path
-    facts: dict  # build.json: what went in, with NVSHMEM's version; exports, seconds, time
+    facts: dict  # build.json: what went in; exports, seconds, time
+
+    @property
+    def nvshmem(self) -> str:
+        """The version whose device half is in it."""
+        return self.facts["nvshmem"]
 
 
 @dataclass(frozen=True)

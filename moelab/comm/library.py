@@ -247,7 +247,7 @@ def load() -> Library:
     """
     built = build.ensure()
     library = Library(built.library)
-    host, device = library.nvshmem_version(), built.facts["nvshmem"]
+    host, device = library.nvshmem_version(), built.nvshmem
     if not serves(host, device):
         raise CommError(
             f"the kernels are built with NVSHMEM {device}, but this process has loaded the host library of {host}, "

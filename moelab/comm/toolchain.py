@@ -22,6 +22,7 @@ import torch
 from moelab.comm.errors import CommError
 
 PIN = "3.4.5"  # what torch 2.11 for CUDA 13 brings; requirements/gpu.txt
+_USUAL = Path("/usr/local/cuda/bin/nvcc")
 _INSTALL = f"pip install nvidia-nvshmem-cu13=={PIN}"
 _VERSION_HEADER = Path("include", "non_abi", "nvshmem_version.h")
 _HOST = Path("lib", "libnvshmem_host.so.3")
@@ -51,11 +52,10 @@ def find_nvcc() -> Nvcc:
         if not path.is_file():
             raise CommError(f"CUDA_HOME is {home}, which has no bin/nvcc: set it to a CUDA 13 toolkit, or unset it")
     else:
-        usual = Path("/usr/local/cuda/bin/nvcc")
-        found = shutil.which("nvcc") or (usual if usual.is_file() else None)
+        found = shutil.which("nvcc") or (_USUAL if _USUAL.is_file() else None)
         if found is None:
             raise CommError(
-                "nvcc is missing (looked on PATH and in /usr/local/cuda): install a CUDA 13 toolkit, or set CUDA_HOME"
+                f"nvcc is missing (looked on PATH and for {_USUAL}): install a CUDA 13 toolkit, or set CUDA_HOME"
             )
         path = Path(found)
     try:
