@@ -65,7 +65,7 @@ def checks(root: Path = Path("/")) -> Iterator[Check]:
         SECTION,
         "GPU memory for NICs",
         OK if peer else MISSING,
-        f"/{peer}" if peer else "no nvidia_peermem: NVSHMEM then needs dmabuf (an open GPU driver and Linux 5.12)",
+        f"/{peer}" if peer else "no nvidia_peermem: needs dmabuf then (open GPU driver, rdma-core 44, Linux 6.1)",
         "" if peer or not cards else "modprobe nvidia_peermem",
     )
     yield _driver_options(root, bool(cards))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -213,28 +214,13 @@ def test_without_gpu_or_library_nothing_is_tried(monkeypatch):
 
 
 def test_patterns_of_two_ranks_differ_everywhere():
-    a, b = put_signal._pattern(0), put_signal._pattern(1)
+    a, b = put_signal.pattern(0), put_signal.pattern(1)
     assert len(a) == put_signal.BYTES and not (a == b).any() and a.float().std() > 50
 
 
-UID = """
-import ctypes, os
-class Uid:
-    def __init__(self, empty):
-        self.buffer = ctypes.create_string_buffer(bytes(128) if empty else os.urandom(128), 128)
-        self.ptr = ctypes.addressof(self.buffer)
-def get_unique_id(empty):
-    return Uid(empty)
-"""
-
-
-def test_the_unique_id_comes_whole_from_rank_0(install, tmp_path):
-    install("nvshmem4py-cu13", "0.3.1", module="nvshmem.core", source=UID)
-    code = (
-        "import json, pathlib, ctypes; from moelab.doctor.put_signal import _unique_id as u; "
-        "uid = u({}, pathlib.Path({!r})); print(json.dumps(ctypes.string_at(uid.ptr, 128).hex()))"
-    )
-    from moelab.doctor.check import ask
-
-    first = ask(code.format(0, str(tmp_path)))
-    assert ask(code.format(1, str(tmp_path))) == first != bytes(128).hex()
+def test_the_unique_id_comes_whole_from_rank_0(tmp_path, monkeypatch):
+    made = os.urandom(put_signal.UID_BYTES)
+    assert put_signal._by_file(made, tmp_path) == put_signal._by_file(None, tmp_path) == made
+    monkeypatch.setattr(put_signal, "WAIT_S", 0.05)
+    with pytest.raises(RuntimeError, match="from rank 0"):
+        put_signal._by_file(None, tmp_path / "elsewhere")
