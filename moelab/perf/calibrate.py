@@ -3,6 +3,7 @@
     Records                                                                gives
     bench "alltoall", metrics dispatch and combine, at least 3 numbers     α and β of that library on that GPU and EP
       of tokens at one EP, of the model's own hidden size and experts
+      (FP8, uniform routing, TP 1; of several configurations the fastest)
     metric "host" in us: from the end of one step's kernels to the         the host's share of a step
       start of the next one's
 
@@ -20,7 +21,7 @@ import numpy as np
 from moelab.config import ParallelConfig, preset
 from moelab.hardware import gpu as find_gpu
 from moelab.perf import laws
-from moelab.perf.fabric import Exchange
+from moelab.perf.fabric import Exchange, describes
 from moelab.perf.tables import Tables
 
 ENOUGH = 3  # points of a law, so that a residual is left
@@ -65,9 +66,7 @@ def recorded_fits(tables: Tables) -> list[Fit]:
             if metric != stage:
                 continue
             for params, us, origin in points:
-                if params["bench"] != "alltoall" or "tokens" not in params:
-                    continue
-                if (params.get("experts"), params.get("hidden")) != (model.n_routed_experts, model.hidden_size):
+                if not describes(params, model):
                     continue
                 key = (params["backend"], gpu, int(params.get("ep", params["gpus"])), stage)
                 times = sets.setdefault(key, {})

@@ -164,6 +164,14 @@ def test_records_of_an_exchange_precede_the_law():
     assert exchange(16, "moelab", "ib400", "H200", tables).law("dispatch").origin == "extrapolated"  # another road
     mine = Tables({("dispatch", "H200"): rows("dispatch", 5, 310, 8, "measured")})
     assert exchange(8, "moelab", "nvlink", "H200", mine).time("dispatch", 64).origin == "measured"
+    # Of several configurations the fastest counts, whatever comes last; what is another exchange does not.
+    other = {"routing": "hot", "payload": "bf16", "tp": 2}
+    slower = [(p | {"blocks": 4}, us + 9, o) for p, us, o in rows("dispatch", 6, 300, 8)]
+    unlike = [(p | {k: v}, us / 2, o) for p, us, o in rows("dispatch", 6, 300, 8) for k, v in other.items()]
+    usual = [(p | {"routing": "uniform", "payload": "fp8", "tp": 1}, us, o) for p, us, o in rows("dispatch", 6, 300, 8)]
+    for order in ([*usual, *slower, *unlike], [*unlike, *slower, *usual]):
+        law = exchange(8, "moelab", "nvlink", "H200", Tables({("dispatch", "H200"): tuple(order)})).law("dispatch")
+        assert (law.alpha_us, law.beta_gb_s) == (pytest.approx(6), pytest.approx(300))
     two = Tables({("dispatch", "H200"): rows("dispatch", 5, 310, 8)[:2]})
     assert exchange(8, "moelab", "nvlink", "H200", two).law("dispatch").origin == "extrapolated"
 
