@@ -2,7 +2,8 @@
 
 A build's name is a hash of all that decides what comes out: the sources, the flags, nvcc, NVSHMEM. So nothing is ever
 out of date: other contents are another build, in another folder. It is made in a folder beside its own and renamed,
-hence there as a whole or not at all, and under a lock, hence once on a node however many ranks ask for it.
+hence there as a whole or not at all, and under a lock, hence once on a node however many ranks ask for it. It
+depends on no path, so a cache may be filled on one host and used on others.
 
 All device code is in one library, since each library with NVSHMEM's device half needs an initialisation of its own.
 `-Bsymbolic` and `--exclude-libs` keep that half to ourselves: torch's libtorch_nvshmem.so has another one.
@@ -81,7 +82,6 @@ class Recipe:
             "link": list(_LINK),
             "nvcc": self.nvcc.version,
             "nvshmem": self.nvshmem.version,
-            "nvshmem_home": str(self.nvshmem.home),  # the library looks for its host half there, if torch has none
             **{name: os.environ[name] for name in _READ_BY_NVCC if os.environ.get(name)},
         }
 
@@ -298,6 +298,7 @@ def _make(what: Recipe, folder: Path, failure: Path) -> dict:
         path.unlink()
     facts = what.ingredients | {
         "key": what.key,
+        "nvshmem_home": str(home),
         "exports": exports(what.sources),
         "seconds": round(time.monotonic() - started, 1),
         "time": time.time(),

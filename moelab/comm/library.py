@@ -22,7 +22,7 @@ import torch
 
 from moelab.comm import build
 from moelab.comm.errors import CommError
-from moelab.comm.toolchain import serves
+from moelab.comm.toolchain import find_nvshmem, serves
 
 UID_BYTES = 128
 
@@ -142,6 +142,7 @@ class Library:
         differently."""
         self.path = Path(path)
         try:
+            _host_half()
             # RTLD_LOCAL: torch's libtorch_nvshmem.so has a device half too, and its symbols must not be taken for ours.
             self.c = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
             for name, (result, arguments) in SIGNATURES.items():
@@ -236,6 +237,15 @@ class Library:
         if status:
             text = self.c.cudaGetErrorString(status).decode()
             raise CommError(f"{doing}: {text} (CUDA error {status})")
+
+
+def _host_half() -> None:
+    """NVSHMEM's host library: torch's, which is loaded; where torch has none, the one that we were built with."""
+    name = "libnvshmem_host.so.3"
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        ctypes.CDLL(str(find_nvshmem().home / "lib" / name))
 
 
 @functools.cache

@@ -160,11 +160,12 @@ def test_all_that_decides_the_outcome_is_in_the_key(tools, monkeypatch):
     changed()
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
     changed()
-    shutil.copytree(tools.nvshmem, elsewhere := tools.nvshmem.with_name("elsewhere"))
-    monkeypatch.setenv("NVSHMEM_HOME", str(elsewhere))
-    changed()
 
     same = key()
+    shutil.copytree(tools.nvshmem, elsewhere := tools.nvshmem.with_name("elsewhere"))
+    monkeypatch.setenv("NVSHMEM_HOME", str(elsewhere))
+    shutil.copytree(tools.sources, copied := tools.sources.with_name("copied"))
+    monkeypatch.setattr(build, "share_dir", lambda name: copied)
     (tools.sources / "README.md").write_text("prose")
     os.utime(tools.sources / "second.cu", (1, 1))
     assert key() == same
@@ -512,6 +513,13 @@ def test_the_functions_are_the_headers():
     assert library.SIGNATURES.keys() == declared.keys()
     for name, (_, arguments) in library.SIGNATURES.items():
         assert len(arguments) == len([x for x in declared[name].split(",") if x.strip() != "void"]), name
+
+
+def test_the_readme_names_every_file():
+    folder = share_dir("kernels")
+    table = (folder / "README.md").read_text(encoding="utf-8").partition("## Files")[2].partition("## Rules")[0]
+    there = {path.name for path in folder.iterdir() if path.suffix in (".cu", ".cuh", ".h")}
+    assert set(re.findall(r"`(\w+\.(?:cu|cuh|h))`", table)) == there
 
 
 @pytest.fixture(scope="module")
