@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -119,9 +119,11 @@ def _as_a_rank(job: dict[str, Any], size: int) -> list[tuple[int, dict[str, Any]
 
 
 def collect(
-    events: Iterable[tuple[int, dict[str, Any]]], job: dict[str, Any], provenance: Provenance
-) -> tuple[Results, LaunchError | None]:
-    """Records of what all ranks have reported, also where the run ended early, with what ended it."""
+    events: Iterable[tuple[int, dict[str, Any]]], job: dict[str, Any], provenance: Provenance,
+    keep: Callable[[Record], object],
+) -> tuple[Results, LaunchError | None]:  # fmt: skip
+    """Records of what all ranks have reported, each given to `keep` as soon as it is whole; also where the run ended
+    early, with what ended it."""
     settings = [Setting(**given) for given in job["settings"]]
     size, results = settings[0].ep, Results()
     of_ranks: dict[tuple, list[dict[str, Any]]] = {}
@@ -138,6 +140,7 @@ def collect(
             mine.append(event)
             if len(mine) == size:
                 results.records.append(_record(mine, setting, provenance, size))
+                keep(results.records[-1])
     except LaunchError as error:
         ended = error
     return results, ended

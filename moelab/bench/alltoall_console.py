@@ -60,14 +60,21 @@ def on_gpus(
     settings: Sequence[Setting], backends: Sequence[str], returns: Sequence[str], blocks: Sequence[int],
     clocks: Sequence[str], as_json: bool, records: Path,
 ) -> None:  # fmt: skip
-    """Time everything, append the Records to `records`, print tables or JSON. Raises BenchError at the end if one of
-    our own results was wrong or missing, LaunchError if the run ended early; what was measured is kept and printed."""
+    """Time everything, append each Record to `records` as it is made, print tables or JSON. What was measured is kept
+    and printed also where the run ends early, with its LaunchError, or where one of our own results was wrong or could
+    not be had: BenchError."""
     job = alltoall.job(settings, backends or alltoall.BACKENDS, returns or alltoall.RETURNS, blocks or [0], clocks)
     events = alltoall.run(job)
     if events is None:  # another rank prints
         return
-    results, ended = alltoall.collect(events, job, collect("cuda", gpu_count=settings[0].ep))
-    _append(results.records, records)
+    store = Store(records)
+
+    def keep(record: Record) -> None:
+        store.append(record)
+        params = " ".join(f"{n}={record.params[n]}" for n in ("tokens", "returns", "blocks") if n in record.params)
+        print(f"{record.backend} {params} {record.metric} {record.p50:.2f} {record.unit}", file=sys.stderr, flush=True)
+
+    results, ended = alltoall.collect(events, job, collect("cuda", gpu_count=settings[0].ep), keep)
     found = alltoall.lines(results, settings)
     if as_json:
         print(json.dumps(_as_dict(results, found), indent=2))
@@ -97,7 +104,9 @@ def on_cpu(settings: Sequence[Setting], as_json: bool, records: Path) -> None:
         )  # fmt: skip
         with launch("moelab.bench.alltoall_cpu:worker", job, setting.ep) as ranks:
             found += alltoall_cpu.records(list(ranks), job, provenance, setting.routing)
-    _append(found, records)
+    store = Store(records)
+    for record in found:
+        store.append(record)
     if as_json:
         print(json.dumps([record.to_dict() for record in found], indent=2))
         return
@@ -107,12 +116,6 @@ def on_cpu(settings: Sequence[Setting], as_json: bool, records: Path) -> None:
         table.add_row(str(r.params["tokens"]), r.backend, r.metric, f"{r.p50:.0f}", spread, f"{r.p99:.0f}", r.unit)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     print("CPU processes over gloo: these show the method, not a GPU.", file=sys.stderr)
-
-
-def _append(found: Sequence[Record], records: Path) -> None:
-    store = Store(records)
-    for record in found:
-        store.append(record)
 
 
 def _as_dict(results: Results, found: Sequence[Line]) -> dict[str, Any]:
