@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from moelab.bench.alltoall_setting import Setting
 from moelab.bench.timer import BenchError
 from moelab.launch import launch
 from moelab.results import Record, Store, collect
+from moelab.results.provenance import visible_gpus
 
 if TYPE_CHECKING:
     from moelab.bench.alltoall import Line, Results
@@ -74,7 +76,9 @@ def on_gpus(
         params = " ".join(f"{n}={record.params[n]}" for n in ("tokens", "returns", "blocks") if n in record.params)
         print(f"{record.backend} {params} {record.metric} {record.p50:.2f} {record.unit}", file=sys.stderr, flush=True)
 
-    results, ended = alltoall.collect(events, job, collect("cuda", gpu_count=settings[0].ep), keep)
+    # Of several nodes this one stands for all.
+    here = collect("cuda", gpu_count=min(settings[0].ep, len(visible_gpus())))
+    results, ended = alltoall.collect(events, job, replace(here, gpu_count=settings[0].ep), keep)
     found = alltoall.lines(results, settings)
     if as_json:
         print(json.dumps(_as_dict(results, found), indent=2))

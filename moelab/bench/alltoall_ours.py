@@ -40,10 +40,11 @@ class Ours:
         self.out = torch.full((setting.tokens, setting.hidden), torch.nan, dtype=torch.bfloat16, device=case.device)
         self._inputs = case.x, case.ids, case.weights, case.scales
         self._handles: dict[int, object] = {}
-        self._received: tuple[Tensor, Tensor | None, Tensor] | None = None
+        self._received: dict[int, tuple[Tensor, Tensor | None, Tensor]] = {}  # by slot, since `poison`
 
     def dispatch(self, slot: int = 0) -> None:
-        self._handles[slot], *self._received = self.exchange.dispatch(*self._inputs)
+        self._handles[slot], *received = self.exchange.dispatch(*self._inputs)
+        self._received[slot] = tuple(received)
 
     def combine(self, slot: int = 0) -> None:
         self.exchange.combine(self._handles.pop(slot), self.y, self.out)
@@ -55,14 +56,15 @@ class Ours:
     def pair_split(self) -> None:
         exchange = self.exchange
         handle = exchange.dispatch_send(*self._inputs)
-        self._received = exchange.dispatch_recv(handle)
+        self._received[0] = exchange.dispatch_recv(handle)
         exchange.combine_send(handle, self.y)
         exchange.combine_recv(handle, self.out)
 
     def check(self) -> None:
-        """What the last pair received and summed. Raises WrongResult, or what the exchange itself reports."""
+        """What came and what was summed since `poison`. Raises WrongResult, or what the exchange itself reports."""
         self.exchange.check()
-        self.case.check_rows(*self._received)
+        for received in self._received.values():
+            self.case.check_rows(*received)
         self.case.check_out(self.out, self.bound)
 
     @property
@@ -72,8 +74,10 @@ class Ours:
     def poison(self) -> None:
         """So that only what comes from now on can pass `check`."""
         self.out.fill_(torch.nan)
-        self._received[0].view(torch.uint8).fill_(0xFF)
-        self._received[2].fill_(-1)
+        for rows, _, counts in self._received.values():
+            rows.view(torch.uint8).fill_(0xFF)
+            counts.fill_(-1)
+        self._received.clear()  # capturing or calling fills it anew
 
     def sent_bytes(self, copies: Copies) -> tuple[int, int]:
         """Payload alone: packets put a number beside every 12 bytes, flags one beside every token."""

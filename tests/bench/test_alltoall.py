@@ -142,7 +142,8 @@ def ours_and_its_faults(rank, s) -> None:
     for slot in range(it.depth):
         it.combine(slot)
     it.check()
-    rows, scales, counts = it._received
+    assert list(it._received) == [0, 1]
+    rows, scales, counts = it._received[1]
     used = counts.nonzero().flatten()
     if len(used):
         expert = int(used[0])
