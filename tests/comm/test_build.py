@@ -146,7 +146,7 @@ def test_all_that_decides_the_outcome_is_in_the_key(tools, monkeypatch):
         with (tools.sources / name).open("a") as file:
             file.write("\n")
         changed()
-    (tools.sources / "first.cu").rename(tools.sources / "renamed.cu")
+    (tools.sources / "first.cu").rename(tools.sources / "firsts.cu")  # in the same place of the order
     changed()
     (tools.bin / "version").write_text("13.1.2")
     changed()
