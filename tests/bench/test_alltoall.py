@@ -13,10 +13,12 @@ import torch.distributed as dist
 
 from moelab import cli
 from moelab.bench import alltoall, alltoall_console, alltoall_dense, alltoall_ours
+from moelab.bench import alltoall_timer as timer
 from moelab.bench.alltoall_case import ROUNDED_TWICE, Case, WrongResult, rounded_once
 from moelab.bench.alltoall_routing import ROUTINGS, draw
 from moelab.bench.alltoall_setting import Copies, Setting, bound, slowest
-from moelab.bench.timer import BenchError
+from moelab.bench.alltoall_worker import worker
+from moelab.bench.timer import BenchError, Samples
 from moelab.config import ConfigError
 from moelab.launch import RankFailure
 from moelab.results import Provenance, Store
@@ -277,6 +279,82 @@ def test_the_symmetric_peer_finds_its_rows(gloo_pool, given):
 def test_peers_without_tp_say_so():
     with pytest.raises(BenchError, match="at TP 1 only, this is TP 2"):
         alltoall_dense.NcclSplit(Case(setting(dp=1, tp=2), 0, torch.device("cpu")))
+
+
+# A rank's work, with clocks that only run what they are given.
+
+
+class Broken(alltoall_dense.NcclSplit):
+    """Right until it is timed; then it loses a row on one rank."""
+
+    calls = 0
+
+    def dispatch(self, slot: int = 0) -> None:
+        super().dispatch()
+        self.calls += 1
+        if self.calls > 2 and self.case.rank == 1:
+            self.there[0] += 1
+
+
+class NoGraph(alltoall_dense.NcclSplit):
+    """Cannot be captured on one rank."""
+
+
+def work(rank, s) -> list[dict]:
+    patch = pytest.MonkeyPatch()
+    device = torch.device("cpu")
+
+    def run(call):
+        call()
+        return Samples([1.0 + rank.index], 0)
+
+    def in_a_graph(pair, us, ranks):
+        refuses = rank.index == 1 and isinstance(pair.__self__, NoGraph)
+        ranks.attempt(lambda: 1 / 0 if refuses else None)  # a capture runs nothing
+        return run(pair)
+
+    def apart(dispatch, combine, *_):
+        return run(dispatch), run(combine)
+
+    patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    patch.setattr(torch.cuda, "empty_cache", lambda: None)
+    patch.setattr(timer, "once_us", lambda pair, ranks: run(pair).us[0])
+    patch.setattr(timer, "pair_samples", in_a_graph)
+    patch.setattr(timer, "half_samples", lambda *a: apart(*a))
+    patch.setattr(timer, "eager_samples", lambda *a: apart(*a))
+    patch.setattr(timer, "enqueue_samples", lambda pair, ranks: run(pair))
+    patch.setattr(alltoall_dense, "NcclPadded", Broken)
+    patch.setattr(Broken, "name", "nccl-padded")
+    patch.setattr(alltoall_dense, "NvshmemPadded", NoGraph)
+    patch.setattr(NoGraph, "name", "nvshmem-padded")
+    events: list[dict] = []
+    context = SimpleNamespace(rank=rank.index, world_size=s.ep, device=str(device), emit=events.append)
+    names = ["nccl-padded", "nvshmem-padded", "nccl-split", "deep_ep"]
+    try:
+        worker(context, json.loads(json.dumps(alltoall.job([s], names, [], [], ["graph", "event"]))))
+    finally:
+        patch.undo()
+    return events
+
+
+def test_a_backend_that_fails_on_one_rank_fails_alike_on_all(gloo_pool):
+    s = setting(dp=gloo_pool.size)
+    of_ranks = gloo_pool.run(work, s)
+    for events in of_ranks:
+        whys = {e["backend"]: e["why"] for e in events if "why" in e}
+        assert set(whys) == {"nccl-padded", "nvshmem-padded", "deep_ep"}
+        assert whys["nccl-padded"].startswith("rank 1: WrongResult: a row did not arrive")
+        assert whys["nvshmem-padded"] == "graph: rank 1: ZeroDivisionError: division by zero"
+        assert "cannot import deep_ep" in whys["deep_ep"]
+        metrics = {(e["backend"], e["metric"]) for e in events if "metric" in e}
+        both = {"enqueue_fused", "dispatch_eager", "combine_eager", "sent_dispatch", "sent_combine"}
+        graph = {"pair_fused", "dispatch", "combine"}
+        assert metrics == {("nccl-split", m) for m in both | graph} | {("nvshmem-padded", m) for m in both}
+    job = alltoall.job([s], [], [], [], ["graph", "event"])
+    merged = [(rank, e) for rank, events in enumerate(of_ranks) for e in events]
+    results, _ = alltoall.collect(merged, job, HERE, lambda record: None)
+    (pair,) = [r for r in results.records if r.metric == "pair_fused"]
+    assert pair.p50 == s.ep  # the slowest rank's sample
 
 
 # Samples into Records.
