@@ -77,7 +77,7 @@ def _versions(found: dict[str, Any]) -> Check:
 
 def probe() -> dict[str, Any]:
     """What moelab.comm finds of NVSHMEM, and whether it has built the kernels with it. Builds nothing."""
-    from moelab.comm.build import COMMAND, recipe
+    from moelab.comm.build import COMMAND, find, unavailable
     from moelab.comm.toolchain import find_nvshmem
     from moelab.config import MoelabError
 
@@ -88,11 +88,9 @@ def probe() -> dict[str, Any]:
         found |= {"home": str(nvshmem.home), "version": nvshmem.version}
     except MoelabError as error:
         found["reason"] = str(error)
-    try:
-        built = recipe().find()
-    except MoelabError as error:
-        return found | {"not_built": f"cannot be built here: {error}"}
-    if built is None:
+    if reason := unavailable():
+        return found | {"not_built": f"not built, and cannot be here: {reason}"}
+    if (built := find()) is None:
         return found | {"not_built": "not built for these sources and tools", "build": f"on a GPU host: {COMMAND}"}
     return found | {"library": str(built.library), "built_with": built.nvshmem}
 
