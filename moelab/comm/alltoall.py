@@ -17,10 +17,13 @@ DP group may send. From then on nothing is negotiated:
   message itself is the signal: zero rows is a message that says zero, which differs from nothing sent yet. (A flag in
   memory has no such arrival, which is why kernels write count + 1.) A receive returns when all counts are there and
   all rows that they announce; it therefore really waits, for exactly what it needs.
-- *No barrier.* Kernels that write into a fixed region must not begin the next exchange while a slow rank still reads
-  this one, hence the original's one barrier, in combine-receive. Here every message carries its exchange's number and
-  waits, in the transport or in its sender's memory, until the receiver asks for that number; nothing can be
-  overwritten. What bounds memory is that combine_recv waits until our own sends have left.
+- *One barrier, where it is oldest.* Kernels that write into a fixed region must not begin the next exchange of a slot
+  while a slow rank still reads this one; the original has its one barrier in combine-receive. Here a rank says
+  `entered` when it begins combine_send, having read all that was dispatched to it, and the others look for that at the
+  start of the slot's next dispatch_send: a whole exchange later, so that nobody waits for it in a steady run. Every
+  other region is guarded by data that is waited for anyway (kernels/rank.cuh). Backends that pass messages need none:
+  each carries its exchange's number and waits until the receiver asks for it. What bounds memory is that combine_recv
+  waits until our own sends have left.
 - *Idle groups.* A DP group without requests makes the same calls with no tokens. The bit `has_work` beside the counts
   tells all ranks at once, in the exchange that they make anyway, whether anybody had work.
 
@@ -65,7 +68,8 @@ class Handle:
 
     @property
     def all_idle(self) -> bool:
-        """Whether no rank had work when it sent; the same on every rank. Known from dispatch_recv on."""
+        """Whether no rank had work when it sent; the same on every rank. Known from dispatch_recv on; over nvshmem,
+        reading it waits for the device, and another exchange in the slot takes its place."""
         self._need_counts("all_idle")
         return self._exchange.all_idle
 
@@ -96,10 +100,14 @@ class AllToAll:
       starts at a multiple of 128 (`handle.starts`, `layout.grouped_layout(counts, capacity)`).
     - `scales`: format of the received scales, see `layout`: "row", "column_tma", "ue8m0".
     - `group`: a torch.distributed process group (NCCL on GPUs, else gloo; gloo with `device="cuda"` is staged through
-      the host), None for the world, or `VirtualRanks(ep).rank(i)`. The caller's group itself is never used to send,
-      except by `Dense` (dense.py), the all_to_all_single to compare with.
-    - `device`: where all tensors live; by default the current GPU with NCCL, else the CPU.
-    - `timeout_s`: limit of each half's waits and of the construction.
+      the host), None for the world, `Nvshmem(group)` for our kernels (nvshmem.py, with the choices they have), or
+      `VirtualRanks(ep).rank(i)`. The caller's group itself is never used to send, except by `Dense` (dense.py), the
+      all_to_all_single to compare with.
+    - `device`: where all tensors live; by default the current GPU with NCCL and kernels, else the CPU.
+    - `timeout_s`: limit of each half's waits, of the construction and of `close`.
+
+    Over nvshmem a half is one launch on the current stream: it returns at once, may be captured in a CUDA graph, and
+    what goes wrong on the device is raised by a later call (`check`).
 
     Raises `ConfigError` for arguments that no backend serves or that differ between ranks.
     """
