@@ -37,8 +37,9 @@ from moelab.comm import build
 from moelab.comm.device_exchange import COMBINE, DISPATCH, FUSED, RECV, RETURNS, SEND, make_shape
 from moelab.comm.errors import CommError, WireError
 from moelab.comm.library import UID_BYTES, Call, Library, load
+from moelab.comm.roll_call import RollCall
 from moelab.comm.spec import ExchangeSpec
-from moelab.comm.torch_wire import agree, reason_of, seconds_until
+from moelab.comm.torch_wire import agree
 from moelab.comm.virtual import VirtualRank
 from moelab.config import ConfigError, MoelabError
 from moelab.ops.early_launch import launches_early
@@ -94,20 +95,21 @@ class NvshmemSite:
             raise ConfigError(
                 f"puts_to is {options.puts_to} on rank {self.rank}: legal are the other ranks of {self.size}"
             )
-        self._store, self._device, self._on_device = agree(group, spec, timeout_s), device, torch.cuda.device(device)
+        self._roll = RollCall(agree(group, spec, timeout_s), self.rank, self.size)
+        self._device, self._on_device = device, torch.cuda.device(device)
         deadline = time.monotonic() + timeout_s
         with self._on_device:
             self._library, one_host = self._meet(options, group, deadline)
             _, most_bytes, _ = make_shape(spec, self._library, options.returns, all_mapped=False)
             heap = _start(self, group, self._library, device, settings(one_host, 2 * most_bytes), deadline)
             mapped = [peer not in options.puts_to and heap.mapped[peer] for peer in range(self.size)]
-            all_mapped = all(map(json.loads, self._gather("mapped", json.dumps(all(mapped)), deadline)))
+            all_mapped = all(map(json.loads, self._roll.gather("mapped", json.dumps(all(mapped)), deadline)))
             self.shape, window_bytes, state_bytes = make_shape(
                 spec, self._library, options.returns, all_mapped, options.packets
             )
             self._check_blocks(spec)
             self.window = heap.allocate(window_bytes)
-            failed = [r for r, at in enumerate(self._gather("window", str(self.window), deadline)) if at == "0"]
+            failed = [r for r, at in enumerate(self._roll.gather("window", str(self.window), deadline)) if at == "0"]
             if failed:
                 raise CommError(
                     f"no {window_bytes / 2**20:.0f} MiB for a window on ranks {failed}: take fewer max_tokens or "
@@ -121,7 +123,7 @@ class NvshmemSite:
             self.windows, self.state = self._windows.data_ptr(), self._state.data_ptr()
             self._early = launches_early(self._state)
             torch.cuda.synchronize(device)  # zeros first, then whatever the peers write
-        self._gather("ready", "", deadline)
+        self._roll.gather("ready", "", deadline)
 
     def launch(self, number: int, call: Call, what: int, halves: int) -> None:
         with self._on_device:
@@ -133,7 +135,7 @@ class NvshmemSite:
 
     def close(self, failed: bool, timeout_s: float) -> None:
         try:
-            self._gather("closed", "", time.monotonic() + timeout_s)
+            self._roll.gather("closed", "", time.monotonic() + timeout_s)
         except WireError as error:
             log.warning(
                 "rank %d left its window of an exchange in place: rank %s did not come to close it (%s)",
@@ -162,7 +164,7 @@ class NvshmemSite:
             except MoelabError as error:
                 reason = str(error)
         mine = {"reason": reason, "host": _host(), "returns": options.returns, "packets": options.packets}
-        found = [json.loads(text) for text in self._gather("options", json.dumps(mine), deadline)]
+        found = [json.loads(text) for text in self._roll.gather("options", json.dumps(mine), deadline)]
         for peer, theirs in enumerate(found):
             if theirs["reason"]:
                 raise CommError(f"nvshmem cannot run on rank {peer}: {theirs['reason']}")
@@ -183,18 +185,6 @@ class NvshmemSite:
                     most = self._library.most_blocks(self.shape, what, halves, quantize)
                     if halves != SEND and self._blocks > most:
                         raise ConfigError(f"num_blocks is {self._blocks}: at most {most} run at once on {self._device}")
-
-    def _gather(self, what: str, ours: str | bytes, deadline: float) -> list[str]:
-        """What each rank says to it, in order. Raises `WireError` for the first that says nothing in time."""
-        self._store.set(f"{what}/{self.rank}", ours)
-        return [self._hear(f"{what}/{peer}", peer, deadline).decode() for peer in range(self.size)]
-
-    def _hear(self, key: str, peer: int, deadline: float) -> bytes:
-        try:
-            self._store.wait([key], seconds_until(deadline))
-            return self._store.get(key)
-        except RuntimeError as error:
-            raise WireError(peer, f"nothing in time ({reason_of(error)})") from error
 
 
 class _Heap:
@@ -248,8 +238,8 @@ def _start(
     torch.cuda.synchronize(device)  # the device has a context, which is the current one
     uid = nvshmem.core.get_unique_id(empty=site.rank != 0)
     if site.rank == 0:
-        site._store.set("uid", ctypes.string_at(uid.ptr, UID_BYTES))
-    raw = site._hear("uid", 0, deadline)
+        site._roll.tell("uid", ctypes.string_at(uid.ptr, UID_BYTES))
+    raw = site._roll.hear("uid", 0, deadline)
     ctypes.memmove(uid.ptr, raw, UID_BYTES)
     nvshmem.core.init(device=Device(device.index), uid=uid, rank=site.rank, nranks=site.size, initializer_method="uid")
     if bindings.init_status() < 2:  # a failed start is swallowed, and the next call would end the process
