@@ -56,8 +56,9 @@ class Nvshmem:
       backend. "f32": one sum for each token, in float32; other brackets, at most 1 ulp of the outputs apart, and the
       bytes of two rows. "bf16": that sum rounded to bfloat16, so rounded twice, within 8·2⁻⁸ of the sum of magnitudes;
       the bytes of one row, which is what the fastest other libraries send.
-    - `num_blocks`: blocks of a launch, at most one or two of which run on an SM: the knob that leaves SMs to others. 0:
-      the library's choice.
+    - `num_blocks`: blocks of a launch, of which an SM holds a few: the knob that leaves SMs to others. 0: the library's
+      choice, which may fill the GPU. Blocks that wait for a peer stay where they are, so halves that run on two streams
+      at once must leave room for one another: give both at most half.
     - `send_blocks`: of a fused launch over flags, how many blocks only send while the others only receive; 0: each does
       both, one after the other.
     - `packets`: False takes flags for few tokens too.
