@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.pool import ProcessPool, ThreadPool
+from moelab.comm import AllToAll
+from moelab.comm.library import load
+from tests.pool import Pool, ProcessPool, ThreadPool, moves_by_kernels
 
 settings.register_profile("moelab", deadline=None, max_examples=50)
 settings.load_profile("moelab")
@@ -96,51 +98,93 @@ def tiny_checkpoint(oracle, tmp_path_factory):
     return folder
 
 
-# One pool of ranks of each kind serves the whole session; `pool` runs a test on each kind.
 GPUS = torch.cuda.device_count()
 
+# Kinds of tests/pool.py. A number is how many processes there are: 2 have a GPU each where there are two, 4 share them.
+ON_CPU = ("virtual", "gloo", "emulated", "emulated-flags")
+ON_GPU = (
+    "nccl", "gloo-cuda", "gpu-virtual", "gpu-virtual-flags", "nvshmem-2", "nvshmem-flags-2", "nvshmem-puts-2",
+    "nvshmem-4", "nvshmem-half-4", "nvshmem-puts-4",
+)  # fmt: skip
+
+
+def make_pool(name: str, folder: str) -> Pool:
+    """Skips the test with the reason where there is no such pool."""
+    if name in ON_GPU and not GPUS:
+        pytest.skip(f"a pool of {name} ranks needs a GPU; none here")
+    if name == "virtual":
+        return ThreadPool()
+    if name == "gloo":
+        return ProcessPool("gloo", 8, (1, 2, 4, 8), folder)
+    if name.startswith("emulated"):
+        from tests.comm.emulation import emulation, missing
+
+        if why := missing():
+            pytest.skip(why)
+        return ThreadPool(name, (1, 2, 4), emulation())
+    if name == "gloo-cuda":
+        return ProcessPool("gloo-cuda", 4, (1, 2, 4), folder)
+    if name == "nccl":
+        if GPUS < 2:
+            pytest.skip(f"NCCL needs a GPU for each of at least 2 ranks; {GPUS} here")
+        # An exchange over NCCL takes the whole world, so there are no smaller groups.
+        size = 1 << (min(GPUS, 8).bit_length() - 1)
+        return ProcessPool("nccl", size, (size,), folder)
+    if (why := AllToAll.available()["nvshmem"]) != "ok":
+        pytest.skip(why)
+    if name.startswith("gpu-virtual"):
+        return ThreadPool(name, (1, 2, 4, 8, 16, 32), load())
+    kind, _, size = name.rpartition("-")
+    return ProcessPool(kind, int(size), (int(size),), folder)  # NVSHMEM serves one set of ranks in a process
+
 
 @pytest.fixture(scope="session")
-def virtual_pool():
-    pool = ThreadPool()
-    yield pool
-    pool.stop()
+def pools(tmp_path_factory):
+    """name -> pool of ranks, one of each kind for the whole session."""
+    made: dict[str, Pool] = {}
+    failed: dict[str, BaseException] = {}  # which is not tried again
+
+    def get(name: str) -> Pool:
+        if name in failed:
+            raise failed[name]
+        if name not in made:
+            try:
+                made[name] = make_pool(name, str(tmp_path_factory.mktemp(name)))
+            except BaseException as error:
+                failed[name] = error
+                raise
+        return made[name]
+
+    yield get
+    for pool in made.values():
+        pool.stop()
 
 
-@pytest.fixture(scope="session")
-def gloo_pool(tmp_path_factory):
-    pool = ProcessPool("gloo", 8, (1, 2, 4, 8), str(tmp_path_factory.mktemp("gloo")))
-    yield pool
-    pool.stop()
+@pytest.fixture
+def virtual_pool(pools):
+    return pools("virtual")
 
 
-@pytest.fixture(scope="session")
-def nccl_pool(tmp_path_factory):
-    if GPUS < 2:
-        pytest.skip(f"NCCL needs a GPU for each of at least 2 ranks; {GPUS} here")
-    # An exchange over NCCL takes the whole world, so there are no smaller groups.
-    size = 1 << (min(GPUS, 8).bit_length() - 1)
-    pool = ProcessPool("nccl", size, (size,), str(tmp_path_factory.mktemp("nccl")))
-    yield pool
-    pool.stop()
+@pytest.fixture
+def gloo_pool(pools):
+    return pools("gloo")
 
 
-@pytest.fixture(scope="session")
-def gloo_cuda_pool(tmp_path_factory):
-    if not GPUS:
-        pytest.skip("staging through the host needs a GPU; none here")
-    pool = ProcessPool("gloo-cuda", 4, (1, 2, 4), str(tmp_path_factory.mktemp("gloo_cuda")))
-    yield pool
-    pool.stop()
+@pytest.fixture
+def nccl_pool(pools):
+    return pools("nccl")
 
 
-@pytest.fixture(
-    params=[
-        "virtual",
-        "gloo",
-        pytest.param("nccl", marks=pytest.mark.gpu),
-        pytest.param("gloo_cuda", marks=pytest.mark.gpu),
-    ]
-)
-def pool(request):
-    return request.getfixturevalue(f"{request.param}_pool")
+KERNELS = [name for name in (*ON_CPU, *ON_GPU) if moves_by_kernels(name)]
+
+
+@pytest.fixture(params=[pytest.param(n, marks=[pytest.mark.gpu] if n in ON_GPU else []) for n in KERNELS])
+def kernel_pool(request, pools):
+    """Runs a test on ranks of every kind whose data kernels move."""
+    return pools(request.param)
+
+
+@pytest.fixture(params=[*ON_CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPU)])
+def pool(request, pools):
+    """Runs a test on ranks of every kind."""
+    return pools(request.param)

@@ -1,5 +1,14 @@
 """Ranks that stay: threads over `VirtualRanks`, or processes over torch.distributed, behind one interface.
 
+| kind | ranks are | what moves the data |
+|---|---|---|
+| virtual | threads | a mailbox |
+| emulated, emulated-flags | threads | the kernels' source on the CPU, by packets and by flags |
+| gpu-virtual, gpu-virtual-flags | threads | the kernels, all ranks in one launch on one GPU |
+| gloo, gloo-cuda, nccl | processes | torch.distributed, the second staged through the host |
+| nvshmem, nvshmem-flags | processes, one or more on a GPU | the kernels, into mapped memory |
+| nvshmem-half, nvshmem-puts | likewise | half of the peers, or all, by NVSHMEM puts |
+
 A case is a module-level function of a `Rank` and picklable arguments. A pool runs it on some ranks and hands back
 what each returned. Starting processes costs seconds, so one pool of each kind serves all tests; a case makes and
 closes its own exchanges.
@@ -18,7 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from moelab.comm import AllToAll, VirtualRanks
+from moelab.comm import AllToAll, Nvshmem, VirtualRanks
+from moelab.comm.library import Library
 from moelab.config import ParallelConfig
 
 PATIENCE_S = 60  # no single command of a test takes longer, unless something hangs
@@ -34,9 +44,18 @@ class Rank:
     groups: dict[int, object]  # ep -> what AllToAll takes as group, where this rank is in it
     state: dict = field(default_factory=dict)  # from one case to the next
 
+    @property
+    def kernels(self) -> bool:
+        return moves_by_kernels(self.kind)
+
     def exchange(self, dp: int, tp: int, *args, **options) -> AllToAll:
         options = {"timeout_s": 30, "device": self.device, "group": self.groups.get(dp * tp)} | options
         return AllToAll(ParallelConfig(dp, tp), *args, **options)
+
+
+def moves_by_kernels(kind: str) -> bool:
+    """Emulated or not."""
+    return kind.startswith(("emulated", "gpu-virtual", "nvshmem"))
 
 
 class RankError(AssertionError):
@@ -49,6 +68,10 @@ class Pool:
     kind: str
     size: int
     sizes: tuple[int, ...]
+
+    @property
+    def kernels(self) -> bool:
+        return moves_by_kernels(self.kind)
 
     def submit(self, rank: int, case, *args) -> Future:
         """Run case(Rank, *args) on one rank, after what it was given before."""
@@ -77,16 +100,18 @@ class Pool:
 
 
 class ThreadPool(Pool):
-    kind = "virtual"
-    sizes = (1, 2, 4, 8)
-    size = 8
+    """With a library, its kernels move the data: on the GPU all ranks in one launch, in the emulation each alone."""
 
-    def __init__(self) -> None:
-        worlds = {ep: VirtualRanks(ep) for ep in self.sizes}
+    def __init__(self, kind: str = "virtual", sizes: tuple[int, ...] = (1, 2, 4, 8), library: Library | None = None):
+        self.kind, self.sizes, self.size = kind, sizes, max(sizes)
+        device = torch.device("cuda", 0) if kind.startswith("gpu") else torch.device("cpu")
+        worlds = {ep: VirtualRanks(ep, library, one_launch=device.type == "cuda") for ep in sizes}
         self._inbox = [queue.SimpleQueue() for _ in range(self.size)]
         for index, inbox in enumerate(self._inbox):
             groups = {ep: world.rank(index) for ep, world in worlds.items() if index < ep}
-            rank = Rank(index, self.kind, torch.device("cpu"), groups)
+            if kind.endswith("flags"):
+                groups = {ep: Nvshmem(group, packets=False) for ep, group in groups.items()}
+            rank = Rank(index, kind, device, groups)
             threading.Thread(target=self._serve, args=(rank, inbox), daemon=True).start()
 
     @staticmethod
@@ -108,9 +133,15 @@ class ThreadPool(Pool):
             inbox.put(None)
 
 
+def _over_nvshmem(group: dist.ProcessGroup, index: int, kind: str) -> Nvshmem:
+    size, reach = group.size(), {"nvshmem-half": group.size() // 2, "nvshmem-puts": group.size()}.get(kind, 0)
+    puts_to = tuple(peer for peer in range(size) if peer != index and (peer - index) % size <= reach)
+    return Nvshmem(group, packets=kind != "nvshmem-flags", puts_to=puts_to)
+
+
 def _serve_process(index: int, size: int, sizes: tuple[int, ...], kind: str, store: str, pipe) -> None:
     torch.set_num_threads(1)  # the ranks outnumber the cores; threads within them only get in the way
-    cuda = kind in ("nccl", "gloo-cuda")
+    cuda = kind != "gloo"
     device = torch.device("cuda", index % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -125,7 +156,7 @@ def _serve_process(index: int, size: int, sizes: tuple[int, ...], kind: str, sto
     for ep in sizes:
         group = dist.group.WORLD if ep == size else dist.new_group(list(range(ep)))
         if index < ep:
-            groups[ep] = group
+            groups[ep] = _over_nvshmem(group, index, kind) if kind.startswith("nvshmem") else group
     rank = Rank(index, kind, device, groups)
     while (command := pipe.recv()) is not None:
         case, args = command

@@ -43,6 +43,7 @@ def experts(s: Scenario, rank: int, h: Handle, rows: Tensor, row_scales: Tensor 
 def receive(rank: Rank, a2a: AllToAll, s: Scenario, h: Handle, poisoned: bool = False) -> Tensor:
     """dispatch_recv with everything about it checked; the experts' outputs. Leaves NaN in the slot."""
     rows, row_scales, counts = a2a.dispatch_recv(h)
+    h._owner.check()  # a kernel that waits in vain has only been launched so far
     spec, groups = s.spec, s.groups()
     expected = expected_rows(spec, rank.index, [g.ids for g in groups])
     assert counts.dtype == torch.int32 and counts.device == a2a.device
@@ -86,6 +87,7 @@ def finish(rank: Rank, a2a: AllToAll, s: Scenario, h: Handle, dtype=torch.float3
     g = s.groups()[rank.index // s.tp]
     out = torch.full(g.x.shape, torch.nan, dtype=dtype, device=rank.device)
     assert a2a.combine_recv(h, out) is out
+    a2a.check()
     check_out(s, g, out)
     return out
 

@@ -128,6 +128,8 @@ def sends_of_constructed(rank: Rank, s: Scenario) -> None:
 
 
 def test_sends_return_while_no_peer_has_called(pool):
+    if pool.kind.startswith("gpu-virtual"):
+        pytest.skip("the halves of virtual ranks on a GPU are one launch: every call is a meeting")
     s = scenario(pool)
     pool.run(construct_only, s, ranks=s.ep)
     pool.submit(0, sends_of_constructed, s).result(20)
@@ -174,8 +176,8 @@ def test_all_idle_is_the_same_everywhere(pool):
 # ---- arguments
 
 
-def bad_arguments(s: Scenario, device) -> list[tuple[dict, str]]:
-    """Changes to right arguments, and what the error must say."""
+def bad_arguments(s: Scenario, device, values: bool) -> list[tuple[dict, str]]:
+    """Changes to right arguments, and what the error must say; also of values, where the host reads them."""
     k, e, h, m = s.top_k, s.num_experts, s.hidden, s.max_tokens
     ids, weights = torch.zeros(2, k, dtype=torch.int64, device=device), torch.ones(2, k, device=device)
     too_big, too_small = ids.clone(), ids.clone()
@@ -192,22 +194,25 @@ def bad_arguments(s: Scenario, device) -> list[tuple[dict, str]]:
         (dict(x=x[:, :16]), f"x has shape [2, 16]: expected [T, {h}]"),
         (dict(x=x.to(torch.bfloat16)), "x is bfloat16: legal are float8_e4m3fn"),
         (dict(x=[1.0]), "x is a list"),
-        (dict(topk_ids=too_big), f"topk_ids[1, 2] is {e}: legal are 0…{e - 1}"),
-        (dict(topk_ids=too_small), "topk_ids[0, 1] is -2"),
         (dict(topk_ids=ids.float()), "topk_ids is float32: legal are int32, int64"),
         (dict(topk_ids=ids[:1]), f"topk_ids has shape [1, {k}]: expected [2, {k}]"),
         (dict(topk_weights=weights.double()), "topk_weights is float64: legal are float32"),
         (dict(topk_weights=weights[:, :1]), "topk_weights has shape [2, 1]"),
         (dict(scales=None), "scales is None: an fp8 payload needs float32 [2, 2]"),
         (dict(scales=scales[:, :1]), "scales has shape [2, 1]: expected [2, 2]"),
-        (dict(scales=odd), "scales[1, 0] is 3.0: UE8M0 holds only powers of two"),
-        (dict(scales=-scales), "scales[0, 0] is -1.0"),
-        (dict(scales=scales * 0), "scales[0, 0] is 0.0"),
-        (dict(scales=scales * torch.nan), "scales[0, 0] is nan"),
-        (dict(num_tokens=n), "num_tokens is 3: legal are 0…2"),
         (dict(num_tokens=2), "num_tokens is 2: give an int32 tensor"),
         (dict(x=x.to("meta")), "x is on meta: this AllToAll works on "),
     ]
+    if values:
+        changes += [
+            (dict(topk_ids=too_big), f"topk_ids[1, 2] is {e}: legal are 0…{e - 1}"),
+            (dict(topk_ids=too_small), "topk_ids[0, 1] is -2"),
+            (dict(scales=odd), "scales[1, 0] is 3.0: UE8M0 holds only powers of two"),
+            (dict(scales=-scales), "scales[0, 0] is -1.0"),
+            (dict(scales=scales * 0), "scales[0, 0] is 0.0"),
+            (dict(scales=scales * torch.nan), "scales[0, 0] is nan"),
+            (dict(num_tokens=n), "num_tokens is 3: legal are 0…2"),
+        ]
     return [(good | change, words) for change, words in changes]
 
 
@@ -216,7 +221,7 @@ def refuse(rank: Rank, s: Scenario) -> int:
     with s.construct(rank) as a2a:
         tried = 0
         if rank.index == 0:
-            for arguments, words in bad_arguments(s, rank.device):
+            for arguments, words in bad_arguments(s, rank.device, values=not rank.kernels):
                 with pytest.raises(InputError, match=re.escape(words)):
                     a2a.dispatch_send(**arguments)
                 tried += 1
@@ -240,7 +245,7 @@ def refuse(rank: Rank, s: Scenario) -> int:
 
 def test_wrong_arguments_are_refused_before_anything_is_sent(pool):
     s = scenario(pool, payload="fp8", scales="ue8m0", hidden=144)
-    assert pool.run(refuse, s, ranks=s.ep)[0] == 19
+    assert pool.run(refuse, s, ranks=s.ep)[0] == (12 if pool.kernels else 19)
 
 
 def dtypes_and_strides(rank: Rank, s: Scenario) -> None:
@@ -380,7 +385,7 @@ def test_a_rank_that_closes_early_takes_nothing_from_the_others(pool):
 def differing(rank: Rank, s: Scenario) -> str:
     changed = s.replace(max_tokens=s.max_tokens + (rank.index == s.ep - 1))
     try:
-        a2a = changed.construct(rank)
+        a2a = changed.construct(rank, timeout_s=2 if rank.kind.startswith("emulated") else 30)
         a2a.dispatch_recv(cases.send(rank, a2a, s))  # virtual ranks do not wait for one another before
     except (ConfigError, CommError) as error:
         return str(error)
@@ -390,6 +395,10 @@ def differing(rank: Rank, s: Scenario) -> str:
 def test_ranks_that_disagree_about_max_tokens_are_told(pool):
     s = scenario(pool)
     errors = pool.run(differing, s, ranks=s.ep)
+    if pool.kind.startswith("emulated"):  # a kernel that runs already hears of nothing, but its wait ends
+        told = [e for e in errors if "waited for rank" not in e]
+        assert told and len(told) < s.ep, errors
+        errors = told
     assert all(re.search(r"max_tokens is [89] on rank \d but [89] on rank \d", e) for e in errors), errors
 
 

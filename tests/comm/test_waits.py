@@ -87,7 +87,7 @@ def only_close(rank: Rank, s: Scenario) -> None:
 
 
 def default_group_works(rank: Rank) -> float:
-    if rank.kind == "virtual":
+    if not dist.is_initialized():  # ranks that are threads
         return 8.0
     t = torch.ones(1, device=rank.device)
     dist.all_reduce(t)
@@ -109,17 +109,22 @@ def test_a_wait_ends_with_an_error_that_names_what_is_missing(pool, half):
         late_half = until_rows
     late, _ = pool.submit(victim, fails, s, late_half).result(20)  # the one that was late is told as well
 
-    first = min(others, key=lambda e: e[1])
     assert all(LIMIT_S * 0.9 < seconds < LIMIT_S + 10 for _, seconds in others), others
     named = "dispatch_recv" if half is until_rows else "combine_recv"
     expected = "counts of exchange 0" if half is until_rows else "outputs of exchange 0"
+    if pool.kernels:
+        expected = (
+            "counts and tokens of exchange 1 of the slot" if half is until_rows else expected[:-1] + "1 of the slot"
+        )
+    if pool.kind.startswith("gpu-virtual"):  # where every call is a meeting of all ranks
+        named = "dispatch_send" if half is until_rows else "combine_send"
+        expected = f"its call of {named}"
     for rank, (error, _) in enumerate(others):
         assert error.rank == rank and error.half == named and error.expected == expected and error.seen
         for words in (f"rank {rank} in {named}", expected, error.seen, "can now only be closed"):
             assert words in str(error)
-    # The first to give up waited for the victim. The others may instead have seen that one leave.
-    missing = first[0].peer if isinstance(first[0].peer, tuple) else (first[0].peer,)
-    assert victim in missing, str(first[0])
+    # Whoever gave up first waited for the victim. The others may instead have seen that one leave.
+    assert any(victim == e.peer or (isinstance(e.peer, tuple) and victim in e.peer) for e, _ in others), others
     assert late.rank == victim and late.half in (
         "dispatch_send",
         "dispatch_recv",
@@ -139,6 +144,8 @@ def leave(rank: Rank) -> None:
 def test_a_peer_that_left_is_noticed_at_once(pool):
     if pool.kind == "nccl":
         pytest.skip("closing an exchange over NCCL is collective; a dead peer is seen at the limit")
+    if pool.kernels and not pool.kind.startswith("gpu-virtual"):
+        pytest.skip("a kernel that waits hears of its peers through their memory alone: it ends at the limit")
     s = scenario(pool)
     pool.run(construct, s, 30.0, ranks=s.ep)
     pool.submit(0, leave).result(10)
