@@ -42,7 +42,7 @@ emulate_switch:
 
 namespace emulate {
 namespace {
-constexpr int kMostThreads = 64;
+constexpr int kMostThreads = 512;
 static_assert(kDispatchThreads <= kMostThreads && kCombineThreads <= kMostThreads && kFlagThreads <= kMostThreads);
 constexpr size_t kStack = 64 * 1024, kShared = 64 * 1024;
 
@@ -56,7 +56,7 @@ struct Block {
   void* stack[kMostThreads];
   void* main;
   bool done[kMostThreads] = {};
-  std::unique_ptr<char[]> stacks{new char[kStack * kMostThreads]};
+  std::unique_ptr<char[]> stacks;
   std::unique_ptr<int32_t[]> shared{new int32_t[kShared / 4]};
   int all[2], any[2];
   Barrier barrier, warps[kMostThreads / 32];
@@ -121,6 +121,7 @@ void run_block(int index, int grid, int threads, void (*body)(const void*), cons
   Block& b = *me;
   b.index = {(unsigned)index, 0, 0}, b.grid = dim3(grid), b.threads = b.left = threads;
   b.body = body, b.argument = argument, b.random = launches.fetch_add(0x9e3779b9u) | 1u;
+  b.stacks.reset(new char[kStack * threads]);
   memset(b.shared.get(), 0xA5, kShared);
   for (int i = 0; i < threads; ++i) {
     // As emulate_switch leaves it: six registers, where to return to, and the stack as after a call.
@@ -151,8 +152,10 @@ dim3 grid() { return me->grid; }
 dim3 threads() { return dim3(me->threads); }
 int32_t* dynamic_shared() { return me->shared.get(); }
 void pause() {
-  Block& b = *me;
-  if (draw(b) % 64 == 0) sched_yield();
+  // One warp may wait for what another of its block has still to send.
+  const unsigned some = draw(*me);
+  if (some % 64 == 0) sched_yield();
+  if (some % 4 == 0) change_over();
 }
 void block_barrier() { arrive(me->barrier, 0, me->threads); }
 int block_reduce(int predicate, bool all) {
