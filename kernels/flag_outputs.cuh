@@ -96,11 +96,10 @@ __device__ bool gather_flagged(Rank<Link>& r, int block, int blocks) {
   const int n = *r.tokens(), lane = threadIdx.x % 32, warps = blockDim.x / 32;
   uint8_t* slot = r.mine();
   for (int64_t t = threadIdx.x / 32 * blocks + block; t < n && !r.bad; t += warps * blocks) {
-    const Coming coming = coming_of<kReturns>(r, t);
+    const Coming coming = coming_of<kReturns>(r, home_of(r, t));
     bool ok = true;
     if (coming.counts >> lane & 1)
-      ok = r.wait(r.template at<u64>(slot, p.returned_flag) + t * p.lanes + coming.lane, r.epoch, kCombineRecv,
-                  coming.rank);
+      ok = r.wait_flag(r.template at<u64>(slot, p.returned_flag) + t * p.lanes + coming.lane, kCombineRecv, coming.rank);
     r.bad |= !__all_sync(0xffffffffu, ok);
     if (r.bad) break;
     const uint4* parts = r.template at<uint4>(slot, p.returned + t * p.lanes * p.returned_bytes);

@@ -22,8 +22,8 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   __syncthreads();
   for (int i = threadIdx.x; i < n * K; i += blockDim.x) {
     const int t = i / K;
-    const int64_t e = r.load_id(t, i % K);
-    if (e >= first && e < first + experts) atomicOr(&bits[(int)(e - first) * stride + t / 32], 1u << t % 32);
+    const int e = r.load_id(t, i % K);
+    if (e >= first && e < first + experts) atomicOr(&bits[(e - first) * stride + t / 32], 1u << t % 32);
   }
   __syncthreads();
   if (threadIdx.x < experts) {
@@ -43,17 +43,16 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   for (int i = threadIdx.x; i < n * K; i += blockDim.x) {
     const int t = i / K, k = i % K;
     if (t % tp != me % tp) continue;
-    int64_t e = r.load_id(t, k);
-    if (e < 0 || e >= p.shape.experts) e = -1;
+    const int e = r.load_id(t, k);
     if (e < 0 ? part != 0 : e < first || e >= first + experts) continue;
     Entry entry{kNowhere, 0.f};
     int to = -1;
     uint32_t local = kNowhere;
     if (e >= 0) {
-      const int at = (int)(e - first) * stride + t / 32;
+      const int at = (e - first) * stride + t / 32;
       const uint32_t place = before[at] + __popc(bits[at] & ((1u << t % 32) - 1));
-      to = (int)e / L;
-      local = (uint32_t)((int)e % L) << kPositionBits | place;
+      to = e / L;
+      local = (uint32_t)(e % L) << kPositionBits | place;
       entry = {kForeign | (uint32_t)to, r.load_weight(t, k)};
     }
     const int64_t offset = p.notice_entries + 8 * ((int64_t)(t / tp) * K + k);
@@ -85,9 +84,7 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
   const int K = p.shape.top_k, tp = p.shape.tp, me = c.rank, lane = threadIdx.x % 32;
   const int count = r.source_tokens(n, me);
   for (int j = warp; j < count; j += warps) {
-    const int64_t t = (int64_t)j * tp + me % tp;
-    const int64_t e = lane < K ? r.load_id(t, lane) : -1;
-    const int rank = e >= 0 && e < p.shape.experts ? (int)e / p.local_experts : -1;
+    const int t = j * tp + r.tp_rank(me), e = lane < K ? r.load_id(t, lane) : -1, rank = e < 0 ? -1 : r.rank_of(e);
     const unsigned same = __match_any_sync(0xffffffffu, rank);
     const bool leads = rank >= 0 && __ffs(same) - 1 == lane;
     const int64_t row = p.staged + ((int64_t)me * p.per_source + j) * p.staged_bytes;
@@ -104,20 +101,35 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
       }
     };
     const uint4* x = reinterpret_cast<const uint4*>(c.x + t * c.x_stride);
+    [[maybe_unused]] uint4 four{};
     if constexpr (kQuantize) {
       for (int i0 = 0; i0 < p.row_units; i0 += 32) {
         const int i = i0 + lane;
         uint4 in[2] = {};
         if (i < p.row_units) in[0] = __ldg(x + 2 * i), in[1] = __ldg(x + 2 * i + 1);
         float scale;
-        const uint4 unit = quantize16(in, p.shape.scales == MOELAB_SCALES_UE8M0, scale);
+        const bool packed = p.shape.scales == MOELAB_SCALES_UE8M0;
+        const uint4 unit = quantize16(in, packed, scale);
         write(i < p.row_units ? i : p.image_units, unit);
-        // The scales of these four blocks are one unit.
-        const uint4 scales = {__float_as_uint(__shfl_sync(0xffffffffu, scale, 0)),
-                              __float_as_uint(__shfl_sync(0xffffffffu, scale, 8)),
-                              __float_as_uint(__shfl_sync(0xffffffffu, scale, 16)),
-                              __float_as_uint(__shfl_sync(0xffffffffu, scale, 24))};
-        write(lane == 0 ? p.row_units + i0 / 32 : p.image_units, scales);
+        // The scales of these four blocks are a unit or, packed, a word, of which lane 0 puts four together.
+        uint32_t word[4];
+#pragma unroll
+        for (int b = 0; b < 4; ++b) word[b] = __float_as_uint(__shfl_sync(0xffffffffu, scale, 8 * b));
+        if (!packed) {
+          write(lane == 0 ? p.row_units + i0 / 32 : p.image_units, {word[0], word[1], word[2], word[3]});
+        } else {
+          const int words = i0 / 32;  // before this one
+          uint32_t all = 0;
+#pragma unroll
+          for (int b = 0; b < 4; ++b)
+            if (4 * words + b < p.scales_per_row) all |= (word[b] >> 23 & 255u) << 8 * b;
+          if (words % 4 == 0) four = {all, 0, 0, 0};
+          else if (words % 4 == 1) four.y = all;
+          else if (words % 4 == 2) four.z = all;
+          else four.w = all;
+          const bool full = words % 4 == 3 || i0 + 32 >= p.row_units;
+          write(lane == 0 && full ? p.row_units + words / 4 : p.image_units, four);
+        }
       }
     } else {
       for (int i0 = lane; i0 < p.row_units + lane; i0 += 32 * kAtOnce) {
@@ -134,7 +146,7 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
       }
       for (int i = lane; i - lane < p.image_units - p.row_units; i += 32) {
         uint4 scales{};
-        if (i < p.image_units - p.row_units) scales = load_scales(c.scales + t * c.scales_stride, i, p.scales_per_row);
+        if (i < p.image_units - p.row_units) scales = scale_unit(p, c.scales + t * c.scales_stride, i, p.scales_per_row);
         write(p.row_units + i, scales);
       }
     }
@@ -168,13 +180,13 @@ __device__ bool receive_flagged(Rank<Link>& r, int block, int blocks) {
     const int from = i / p.notice_blocks;
     // A notice that was put came whole, with its first flag.
     if (Link::remote && r.slot_of(from) == nullptr && i % p.notice_blocks) continue;
-    r.bad = !r.wait(r.template at<u64>(slot, p.notice_flag) + i, r.epoch, kDispatchRecv, from);
+    r.bad = !r.wait_flag(r.template at<u64>(slot, p.notice_flag) + i, kDispatchRecv, from);
   }
   if (__syncthreads_or(r.bad)) return false;
   const auto notice = [&](int s) { return r.template at<int32_t>(slot, p.header + s * p.notice_bytes); };
   for (int i = threadIdx.x; i < dp * L; i += blockDim.x) first[i] = __ldcg(notice(i / L * tp) + 2 + i % L);
   __syncthreads();
-  find_rows(r, first, tells);
+  find_rows(p, r.call, first, tells);
   int most = 0;
   for (int g = 0; g < dp; ++g) most = max(most, r.source_tokens(__ldcg(notice(g * tp) + 1), 0));
   if (tells) {
@@ -195,10 +207,13 @@ __device__ bool receive_flagged(Rank<Link>& r, int block, int blocks) {
     if (lane < K)
       raw = __ldcg(reinterpret_cast<const u64*>(reinterpret_cast<uint8_t*>(notice(s)) + p.notice_entries) +
                    (int64_t)j * K + lane);
-    const Arrival a = arrive(r, first, s, at, {(uint32_t)raw, __uint_as_float(raw >> 32)});
-    if (a.rows == 0) continue;
+    const Entry entry{(uint32_t)raw, __uint_as_float(raw >> 32)};
+    const Place place = locate(r, first, true, s, entry);
+    remember_arrival(r, at, entry, place);
+    const unsigned rows = __ballot_sync(0xffffffffu, place.here);
+    if (rows == 0) continue;
     bool ok = true;
-    if (lane == 0) ok = r.wait(r.template at<u64>(slot, p.staged_flag) + at, r.epoch, kDispatchRecv, s);
+    if (lane == 0) ok = r.wait_flag(r.template at<u64>(slot, p.staged_flag) + at, kDispatchRecv, s);
     if (!__all_sync(0xffffffffu, ok)) {
       r.bad = true;
       break;
@@ -209,10 +224,8 @@ __device__ bool receive_flagged(Rank<Link>& r, int block, int blocks) {
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u)
         if (i0 + 32 * u < p.row_units) in[u] = load_fresh(staged + i0 + 32 * u);
-      for (unsigned left = a.rows; left; left &= left - 1) {
-        const int64_t matrix = __shfl_sync(0xffffffffu, a.matrix, __ffs(left) - 1);
-        const int64_t row = __shfl_sync(0xffffffffu, a.row, __ffs(left) - 1);
-        uint4* to = reinterpret_cast<uint4*>(r.call.rows) + (matrix * p.matrix_rows + row) * p.row_units;
+      for (unsigned left = rows; left; left &= left - 1) {
+        uint4* to = reinterpret_cast<uint4*>(__shfl_sync(0xffffffffu, (u64)place.values, __ffs(left) - 1));
 #pragma unroll
         for (int u = 0; u < kAtOnce; ++u)
           if (i0 + 32 * u < p.row_units) to[i0 + 32 * u] = in[u];
@@ -221,10 +234,9 @@ __device__ bool receive_flagged(Rank<Link>& r, int block, int blocks) {
     for (int i = p.row_units + lane; i - lane < p.image_units; i += 32) {
       uint4 scales{};
       if (i < p.image_units) scales = load_fresh(staged + i);
-      for (unsigned left = a.rows; left; left &= left - 1) {
-        const int64_t matrix = __shfl_sync(0xffffffffu, a.matrix, __ffs(left) - 1);
-        const int64_t row = __shfl_sync(0xffffffffu, a.row, __ffs(left) - 1);
-        if (i < p.image_units) write_scales(r, matrix, row, i - p.row_units, scales);
+      for (unsigned left = rows; left; left &= left - 1) {
+        uint32_t* to = reinterpret_cast<uint32_t*>(__shfl_sync(0xffffffffu, (u64)place.scales, __ffs(left) - 1));
+        if (i < p.image_units) write_scales(p, to, i - p.row_units, scales);
       }
     }
   }

@@ -11,7 +11,7 @@ struct One {
   MoelabCall call;
   Link link;
   __device__ Rank<Link> rank(const Plan& plan) const {
-    return {plan, call, link, (int)blockIdx.x, (int)gridDim.x, 0, false};
+    return {plan, call, link, (int)blockIdx.x, (int)gridDim.x, 0, 0, 0, nullptr, false};
   }
 };
 template <class Link_>
@@ -21,7 +21,7 @@ struct Many {
   int blocks;
   Link link;
   __device__ Rank<Link> rank(const Plan& plan) const {
-    return {plan, calls[blockIdx.x / blocks], link, (int)blockIdx.x % blocks, blocks, 0, false};
+    return {plan, calls[blockIdx.x / blocks], link, (int)blockIdx.x % blocks, blocks, 0, 0, 0, nullptr, false};
   }
 };
 
@@ -30,27 +30,29 @@ __global__ void __launch_bounds__(kDispatchThreads, 4)
     dispatch_by_packets(const __grid_constant__ Plan plan, const __grid_constant__ Ranks ranks) {
   auto r = ranks.rank(plan);
   r.begin(kHalves & MOELAB_SEND);
+  if (__syncthreads_or(r.bad)) return;
   if constexpr (kHalves & MOELAB_SEND) {
     const int n = r.tokens_to_send();
-    if (r.block == r.blocks - 1) {
-      if (__syncthreads_or(r.bad)) return;
-      send_header(r, n);
-    }
-    if (!send_packets<typename Ranks::Link, kQuantize>(r, n)) return;
-    r.remember_home(n, r.block, r.blocks);
+    if (r.block == r.blocks - 1) send_header(r, n);
+    send_packets<typename Ranks::Link, kQuantize>(r, n);
+    if (plan.shape.tp > 1) r.remember_home(n, r.block, r.blocks);
+    if (r.block == 0 && threadIdx.x == 0) *r.tokens() = n;
   }
   if constexpr (kHalves & MOELAB_RECV) receive_packets(r);
 }
 
 template <class Ranks, int kHalves, class Y, int kReturns>
-__global__ void __launch_bounds__(kCombineThreads, 2)
+__global__ void __launch_bounds__(kCombineThreads, 4)
     combine_by_packets(const __grid_constant__ Plan plan, const __grid_constant__ Ranks ranks) {
   auto r = ranks.rank(plan);
   r.begin(false);
-  if constexpr (kHalves & MOELAB_SEND)
-    if (!return_packets<typename Ranks::Link, Y, kReturns>(r)) return;
+  // What the second half begins with is asked for before the first.
+  const int n = *r.tokens(), first = r.block / plan.combine_parts;
+  const Entry home = first < plan.shape.max_tokens ? home_of(r, first) : Entry{kNowhere, 0.f};
+  if (__syncthreads_or(r.bad)) return;
+  if constexpr (kHalves & MOELAB_SEND) return_packets<typename Ranks::Link, Y, kReturns>(r);
   if constexpr (kHalves & MOELAB_RECV)
-    if (gather_packets<typename Ranks::Link, Y, kReturns>(r)) r.end_exchange();
+    if (gather_packets<typename Ranks::Link, Y, kReturns>(r, n, home)) r.end_exchange();
 }
 
 // With send_blocks, the first blocks only send while the others only receive.
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(kFlagThreads, 1)
       const int n = r.tokens_to_send();
       send_flagged<typename Ranks::Link, kQuantize>(r, n, r.block, split ? split : r.blocks);
       r.remember_home(n, r.block, split ? split : r.blocks);
+      if (r.block == 0 && threadIdx.x == 0) *r.tokens() = n;
     }
   if constexpr (kHalves & MOELAB_RECV)
     if (!split || r.block >= split) receive_flagged(r, r.block - split, r.blocks - split);

@@ -1,5 +1,7 @@
 // Which kernel a shape and a call ask for, and how it is launched.
 #pragma once
+#include <algorithm>
+
 #include "kernels.cuh"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -95,20 +97,22 @@ int launch(const Kernel& k, const Plan& plan, const Ranks& ranks, int grid, bool
 }
 
 // A block for each piece of work that there can be, as far as they fit; one more writes the header.
-inline int choose_blocks(const Plan& p, const Kernel& k, int halves) {
+inline int choose_blocks(const Plan& p, const Kernel& k, int what) {
+  int64_t pieces = (int64_t)p.per_source * p.ranks;
+  if (p.shape.protocol != MOELAB_PACKETS) pieces = (pieces + k.threads / 32 - 1) / (k.threads / 32);
+  else pieces *= what == MOELAB_DISPATCH ? p.dispatch_parts : p.combine_parts;
   const int fit = most_blocks(k);
-  const int64_t pieces = (int64_t)p.per_source * p.ranks, each = p.shape.protocol == MOELAB_PACKETS ? 1 : k.threads / 32;
-  const int64_t want = (pieces + each - 1) / each + 1;
-  const int64_t most = fit < MOELAB_MOST_BLOCKS ? fit : MOELAB_MOST_BLOCKS;
-  return (int)(want < most ? want : most);
+  return (int)std::min<int64_t>({pieces + 1, fit, MOELAB_MOST_BLOCKS});
 }
 
 template <class Link>
 int launch_one(const Plan& p, const MoelabCall& call, const Link& link, int what, int halves, int blocks, bool early,
                void* stream) {
+  for (const int64_t stride : {call.ids_stride[0], call.ids_stride[1], call.weights_stride[0], call.weights_stride[1]})
+    if (stride > INT32_MAX / 8 || stride < -(INT32_MAX / 8)) return cudaErrorInvalidValue;
   const One<Link> one{call, link};
   const Kernel k = pick<One<Link>>(p, what, halves, call.quantize);
-  if (blocks == 0) blocks = choose_blocks(p, k, halves);
+  if (blocks == 0) blocks = choose_blocks(p, k, what);
   if (blocks < 0) return -blocks;
   if (blocks == 0 || blocks > MOELAB_MOST_BLOCKS) return cudaErrorInvalidConfiguration;
   return launch(k, p, one, blocks, false, early, stream);

@@ -16,23 +16,23 @@ namespace moelab {
 
 using u64 = unsigned long long;
 
-// Twelve bytes and the number of the exchange that they belong to, written and read as one.
+// Sixteen bytes are written and read as one. A line is twelve bytes and the number of the exchange they belong to.
 struct alignas(16) Line {
   uint32_t word[3], tag;
 };
 
 #ifndef MOELAB_EMULATE
-__device__ __forceinline__ Line load_line(const Line* p) {
+__device__ __forceinline__ uint4 load_whole(const void* p) {
   u64 a, b;
   asm volatile("{.reg .b128 v; ld.relaxed.sys.global.b128 v, [%2]; mov.b128 {%0, %1}, v;}"
                : "=l"(a), "=l"(b)
                : "l"(p)
                : "memory");
-  return {{(uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b}, (uint32_t)(b >> 32)};
+  return {(uint32_t)a, (uint32_t)(a >> 32), (uint32_t)b, (uint32_t)(b >> 32)};
 }
 
-__device__ __forceinline__ void store_line(Line* p, uint32_t x, uint32_t y, uint32_t z, uint32_t tag) {
-  const u64 a = (u64)y << 32 | x, b = (u64)tag << 32 | z;
+__device__ __forceinline__ void store_whole(void* p, const uint4& v) {
+  const u64 a = (u64)v.y << 32 | v.x, b = (u64)v.w << 32 | v.z;
   asm volatile("{.reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.sys.global.b128 [%0], v;}" ::"l"(p), "l"(a), "l"(b)
                : "memory");
 }
@@ -68,6 +68,16 @@ __device__ __forceinline__ u64 now_ns() {
 __device__ __forceinline__ void wait_for_grid_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_grid_in() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 #endif
+
+// A unit travels inverted: zero is what stands where nothing has come. Sixteen bytes of ones, which are NaN in every
+// format, would look so; their last value goes as the NaN of the other sign.
+__device__ __forceinline__ void send_unit(void* p, uint4 v) {
+  if ((v.x & v.y & v.z & v.w) == 0xffffffffu) v.w = 0x7fffffffu;
+  store_whole(p, {~v.x, ~v.y, ~v.z, ~v.w});
+}
+__device__ __forceinline__ bool has_come(const uint4& raw) { return (raw.x | raw.y | raw.z | raw.w) != 0; }
+__device__ __forceinline__ uint4 upright(const uint4& raw) { return {~raw.x, ~raw.y, ~raw.z, ~raw.w}; }
+__device__ __forceinline__ void clear_unit(void* p) { store_whole(p, uint4{}); }
 
 // What peers wrote while the kernel runs is read from the L2: the L1 may hold the line of an earlier exchange.
 __device__ __forceinline__ uint4 load_fresh(const uint4* p) { return __ldcg(p); }

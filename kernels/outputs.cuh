@@ -93,12 +93,14 @@ struct Coming {
   int lane, rank;
   unsigned counts;
 };
-template <int kReturns, class Link>
-__device__ __forceinline__ Coming coming_of(const Rank<Link>& r, int64_t token) {
+template <class Link>
+__device__ __forceinline__ Entry home_of(const Rank<Link>& r, int64_t token) {
   const int lane = threadIdx.x % 32;
-  Entry entry{kNowhere, 0.f};
-  if (lane < r.plan.shape.top_k) entry = r.home(token)[lane];
-  const int id = (int)entry.where, rank = id < 0 ? -1 : id / r.plan.local_experts;
+  return lane < r.plan.shape.top_k ? r.home(token)[lane] : Entry{kNowhere, 0.f};
+}
+template <int kReturns, class Link>
+__device__ __forceinline__ Coming coming_of(const Rank<Link>& r, const Entry& entry) {
+  const int lane = threadIdx.x % 32, id = (int)entry.where, rank = id < 0 ? -1 : r.rank_of(id);
   const unsigned same = __match_any_sync(0xffffffffu, kReturns == MOELAB_RETURN_ROWS ? id : rank);
   const int leader = __ffs(same) - 1;
   const unsigned leaders = __ballot_sync(0xffffffffu, id >= 0 && leader == lane);
@@ -108,115 +110,115 @@ __device__ __forceinline__ Coming coming_of(const Rank<Link>& r, int64_t token) 
 }
 
 // --- by packets ---------------------------------------------------------------------------------------------------
+// Every warp for itself: a thread has one unit of a part of a token, and all of its rows in flight. Tokens of other ranks
+// come first: what travels to them is on its way while our own are summed.
 template <class Link, class Y, int kReturns>
-__device__ bool return_packets(Rank<Link>& r) {
+__device__ void return_packets(const Rank<Link>& r) {
   using P = Part<Y, kReturns>;
-  __shared__ uint32_t row_of[kMaxTopK];
-  __shared__ int lane_of[kMaxTopK], terms_here;
-  __shared__ float weight_of[kMaxTopK];
+  using Raw = typename P::Raw;
+  constexpr int kAtOnce = kReturns == MOELAB_RETURN_ROWS ? 1 : 8;
   const Plan& p = r.plan;
-  const int R = p.ranks, tp = p.shape.tp, G = p.returned_groups;
-  if (r.block == r.blocks - 1 && !r.bad) r.entered_by_me();
-  const int64_t items = (int64_t)*r.most() * R;
-  for (int64_t item = r.block; item < items; item += r.blocks) {
-    const int s = item % R, j = item / R;
-    const int64_t at = (int64_t)s * p.per_source + j, token = (int64_t)j * tp + s % tp;
-    if (threadIdx.x < 32) {
-      const bool there = j < r.tokens_of()[s];
-      Term term = term_of<kReturns>(r, at);
-      if (!there) term.counts = 0;
-      if (term.counts >> threadIdx.x & 1) {
-        const int i = __popc(term.counts & ((1u << threadIdx.x) - 1));
-        row_of[i] = term.row, weight_of[i] = term.weight, lane_of[i] = term.lane;
-      }
-      if (threadIdx.x == 0) terms_here = __popc(term.counts);
-    }
-    if (__syncthreads_or(r.bad)) return false;
-    const int terms = terms_here, messages = kReturns == MOELAB_RETURN_ROWS ? terms : min(terms, 1);
-    const int home = s / tp * tp;  // first rank of the token's group: all of its ranks get the results
-    for (int m = 0; m < messages; ++m) {
-      const int first = kReturns == MOELAB_RETURN_ROWS ? m : 0, last = kReturns == MOELAB_RETURN_ROWS ? m + 1 : terms;
-      const int64_t offset = p.returned + (token * p.lanes + lane_of[m]) * p.returned_bytes;
-      for (int i = threadIdx.x; i < G; i += blockDim.x) {
-        uint4 u[3];
-        if constexpr (kReturns == MOELAB_RETURN_ROWS) {
-          const uint4* y = reinterpret_cast<const uint4*>(r.call.y) + (int64_t)row_of[m] * p.y_units;
+  const int tp = p.shape.tp, units = p.returned_units, parts = p.combine_parts;
+  if (r.block == r.blocks - 1) r.entered_by_me();
+#pragma unroll 1
+  for (int number = r.block; number < p.ranks * p.per_source * parts; number += r.blocks) {
+    const Piece piece(p, number, parts);
+    const int s = piece.rank(r, tp == 1 ? 1 : 0), unit = piece.part * kCombineThreads + threadIdx.x;
+    const uint32_t at = s * p.per_source + piece.j;
+    const int there = r.tokens_of()[s];
+    Term term = term_of<kReturns>(r, at);
+    if (piece.j >= there || term.counts == 0) continue;
+    const u64 row = (u64)(reinterpret_cast<const Raw*>(r.call.y) + (int64_t)term.row * units);
+    const int group = r.group_of(s), token = tp == 1 ? piece.j : piece.j * tp + s - group * tp;
+    unsigned left = term.counts;
+#pragma unroll 1
+    while (left) {  // a message: of one row, or of all
+      const int lane = __shfl_sync(0xffffffffu, term.lane, __ffs(left) - 1);
+      float sum[P::kValues] = {};
+      uint4 v;
+#pragma unroll 1
+      do {
+        Raw raw[kAtOnce];
+        const unsigned some = left;
 #pragma unroll
-          for (int q = 0; q < 3; ++q) u[q] = q * G + i < p.returned_units ? __ldg(y + q * G + i) : uint4{};
-        } else {
-          float sum[3][P::kValues] = {};
-          for (int k0 = first; k0 < last; k0 += 4) {
-            typename P::Raw raw[4][3];
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-#pragma unroll
-              for (int q = 0; q < 3; ++q)
-                if (k0 + k < last && q * G + i < p.returned_units)
-                  raw[k][q] = __ldg(reinterpret_cast<const typename P::Raw*>(r.call.y) +
-                                    (int64_t)row_of[k0 + k] * p.returned_units + q * G + i);
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-#pragma unroll
-              for (int q = 0; q < 3; ++q)
-                if (k0 + k < last && q * G + i < p.returned_units) P::add(sum[q], raw[k][q], weight_of[k0 + k]);
-          }
-#pragma unroll
-          for (int q = 0; q < 3; ++q) u[q] = P::pack(sum[q]);
+        for (int k = 0; k < kAtOnce; ++k) {
+          const Raw* y = reinterpret_cast<const Raw*>(__shfl_sync(0xffffffffu, row, left ? __ffs(left) - 1 : 0));
+          raw[k] = left && unit < units ? __ldg(y + unit) : Raw{};
+          left &= left - 1;
         }
-        for (int q = home; q < home + tp; ++q)
-          store_group(reinterpret_cast<Line*>(r.slot_of(q) + offset), G, i, u, r.tag());
+        if constexpr (kReturns == MOELAB_RETURN_ROWS) {
+          v = raw[0];
+          break;
+        } else {
+          unsigned terms = some;
+#pragma unroll
+          for (int k = 0; k < kAtOnce; ++k) {
+            const float weight = __shfl_sync(0xffffffffu, term.weight, terms ? __ffs(terms) - 1 : 0);
+            if (terms) P::add(sum, raw[k], weight);
+            terms &= terms - 1;
+          }
+        }
+      } while (left);
+      if constexpr (kReturns != MOELAB_RETURN_ROWS) v = P::pack(sum);
+      // To all ranks of the token's group.
+#pragma unroll 1
+      for (int q = 0; q < tp; ++q) {
+        uint4* to = r.template at<uint4>(r.peer_slot(group * tp + q), p.returned) + (uint32_t)(token * p.lanes + lane) * units;
+        if (unit < units) send_unit(to + unit, v);
       }
     }
-    __syncthreads();  // the lists are written anew
   }
-  return true;
 }
 
+// A token of ours; `home` is that of the block's first. False when something did not come.
 template <class Link, class Y, int kReturns>
-__device__ bool gather_packets(Rank<Link>& r) {
+__device__ bool gather_packets(const Rank<Link>& r, int n, Entry home) {
   using P = Part<Y, kReturns>;
-  __shared__ int lane_of[kMaxTopK], rank_of[kMaxTopK], terms_here;
-  __shared__ float weight_of[kMaxTopK];
+  constexpr int kAtOnce = 2;
   const Plan& p = r.plan;
-  const int n = *r.tokens(), G = p.returned_groups;
-  for (int t = r.block; t < (r.sweeps() ? p.shape.max_tokens : n); t += r.blocks) {
-    if (threadIdx.x < 32) {
-      Coming coming = coming_of<kReturns>(r, t);
-      if (t >= n) coming.counts = 0;
-      if (coming.counts >> threadIdx.x & 1) {
-        const int i = __popc(coming.counts & ((1u << threadIdx.x) - 1));
-        lane_of[i] = coming.lane, rank_of[i] = coming.rank, weight_of[i] = coming.weight;
-      }
-      if (threadIdx.x == 0) terms_here = __popc(coming.counts);
-    }
-    if (__syncthreads_or(r.bad)) return false;
-    const int terms = terms_here;
-    Line* parts = r.template at<Line>(r.mine(), p.returned + (int64_t)t * p.lanes * p.returned_bytes);
-    for (int i = threadIdx.x; i < (t < n ? G : 0); i += blockDim.x) {
-      float sum[3][P::kValues] = {};
-#pragma unroll 2
-      for (int k = 0; k < terms; ++k) {
-        uint4 u[3];
-        const Line* part = parts + lane_of[k] * (p.returned_bytes / 16);
-        if (!load_group(r, part, G, i, u, kCombineRecv, rank_of[k])) r.bad = true;
+  const int units = p.returned_units, parts = p.combine_parts;
+  bool ok = true;
+#pragma unroll 1
+  for (int number = r.block; number < n * parts && ok; number += r.blocks) {
+    const int t = number / parts, unit = (number - t * parts) * kCombineThreads + threadIdx.x;
+    if (number != r.block) home = home_of(r, t);
+    const Coming coming = coming_of<kReturns>(r, home);
+    uint4* slots = r.template at<uint4>(r.mine(), p.returned) + (uint32_t)(t * p.lanes) * units + unit;
+    float sum[P::kValues] = {};
+#pragma unroll 1
+    for (unsigned left = coming.counts; left;) {
+      uint4 raw[kAtOnce];
+      const unsigned some = left;
 #pragma unroll
-        for (int q = 0; q < 3; ++q) P::gather(sum[q], u[q], weight_of[k]);
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int lane = __shfl_sync(0xffffffffu, coming.lane, left ? __ffs(left) - 1 : 0);
+        if (left && unit < units) raw[k] = load_whole(slots + lane * units);
+        left &= left - 1;
       }
+      unsigned terms = some;
 #pragma unroll
-      for (int q = 0; q < 3; ++q)
-        if (q * G + i < p.returned_units && !r.bad)
-          store_out<P::kValues>(r.call.out, r.call.out_dtype,
-                                (int64_t)t * p.shape.hidden + (int64_t)(q * G + i) * P::kValues, sum[q]);
-    }
-    if (r.sweeps())
-      for (int lane = 0; lane < p.lanes; ++lane) {
-        bool came = false;
-        for (int k = 0; k < terms; ++k) came |= lane_of[k] == lane;
-        if (!came) sweep(r, parts + lane * (p.returned_bytes / 16), p.returned_bytes / 16);
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int from = terms ? __ffs(terms) - 1 : 0, lane = __shfl_sync(0xffffffffu, coming.lane, from);
+        const int rank = __shfl_sync(0xffffffffu, coming.rank, from);
+        const float weight = __shfl_sync(0xffffffffu, coming.weight, from);
+        if (terms && unit < units) {
+          ok &= r.wait_unit(slots + lane * units, raw[k], kCombineRecv, rank);
+          P::gather(sum, upright(raw[k]), weight);
+        }
+        terms &= terms - 1;
       }
-    if (__syncthreads_or(r.bad)) return false;  // the lists are written anew
+    }
+    if (unit < units && ok)
+      store_out<P::kValues>(r.call.out, r.call.out_dtype, (int64_t)t * p.shape.hidden + unit * P::kValues, sum);
+    // At the end, since as a row an expert named twice is two terms.
+#pragma unroll 1
+    for (unsigned left = coming.counts; left; left &= left - 1) {
+      const int lane = __shfl_sync(0xffffffffu, coming.lane, __ffs(left) - 1);
+      if (unit < units) clear_unit(slots + lane * units);
+    }
+    ok = __all_sync(0xffffffffu, ok);
   }
-  return !__syncthreads_or(r.bad);
+  return !__syncthreads_or(!ok);
 }
 
 }  // namespace moelab

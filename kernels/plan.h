@@ -2,23 +2,23 @@
 //
 // Symbols: R = dp*tp ranks, L = E/R local experts, M max_tokens of a DP group, Q = ceil(M/tp) tokens one rank sends at
 // most, K top_k, H hidden, S = ceil(H/128) scales of an FP8 row. A unit is 16 bytes; a row's *image* is its values and
-// behind them its float32 scales, in units.
+// behind them its scales, float32 or, for UE8M0, four to a word as they will be used.
 //
 // A *window* holds per slot what others write; with packets:
 //   header[R]      from each rank, in lines: has_work, tokens, rows of its DP group for each local expert [L]
-//   entry[R][Q]    from each rank for each of its tokens, in lines: [K] of {where, weight}
-//   staged[R][Q]   two packets: a token's values and its scales, once per destination rank
-//   returned[M][C] a packet: outputs on their way home; lane k of K (rows) or the c-th distinct rank (partial sums)
+//   entry[R][Q][P] from each rank for each of its tokens: [K] of {where, weight}, for each part of it
+//   staged[R][Q]   a token's image, once per destination rank
+//   returned[M][C] outputs on their way home; lane k of K (rows) or the c-th distinct rank (partial sums)
 //   entered[R]     epoch: that rank has ended reading what was dispatched to it (the one barrier)
 // with flags:
 //   notice[R]      header and entries, and notice_flag[R][N], an epoch by each of the N blocks that write a notice
-//   staged[R][Q]   a token's image; returned[M][C] outputs; a flag (epoch) for each; entered[R]
+//   staged[R][Q], returned[M][C] and a flag (epoch) for each; entered[R]
 // and, once, the error words. Where some peer is put to instead of stored to, an outbox follows: what is to be sent, in
 // this rank's own window.
 //
-// A *line* is 16 bytes, 12 of data and the low 32 bits of the epoch, written and read as one. A *packet* of G groups
-// carries 3·G units in 4·G lines: line p·G + i the first 12 bytes of unit p·G + i for p = 0, 1, 2, and line 3·G + i
-// their last 4 bytes each; so threads side by side touch lines side by side.
+// With packets every 16 bytes say themselves that they have come (memory.cuh). A *line* of a header, which all blocks of
+// the receiver read and every exchange writes anew, is 12 bytes and the low 32 bits of the epoch. All else is read by
+// one thread, and zero again once that has read it: a *unit* travels inverted, so that zero means that nothing is there.
 //
 // The *state* of a rank, which nobody else sees, holds per slot: epochs[MOST_BLOCKS], the number of the last finished
 // exchange, one copy for each block; tokens, most, ticket; tokens_of[R]; home[M][K] {id, weight}; arrived[R][Q][K]
@@ -38,28 +38,28 @@
 namespace moelab {
 
 #ifdef MOELAB_EMULATE
-constexpr int kDispatchThreads = 64, kCombineThreads = 64, kFlagThreads = 64;
+constexpr int kDispatchThreads = 128, kCombineThreads = 64, kFlagThreads = 64;
 #else
-// A packet of 7168 FP8 values and their scales is 160 groups, one of 7168 bfloat16 values 304.
-constexpr int kDispatchThreads = 160, kCombineThreads = 320, kFlagThreads = 512;
+// 7168 FP8 values are 448 units, an output of 7168 bfloat16 values 896. With packets a thread has one of them, and a block
+// a part of a token; a part of a dispatched token is a multiple of 128 units, whose scales are whole units.
+constexpr int kDispatchThreads = 256, kCombineThreads = 224, kFlagThreads = 512;
 #endif
 constexpr int kMaxTopK = 32;         // one lane of a warp for each expert of a token
-constexpr int kMaxScales = 512;      // of a token that the send quantises
 constexpr int kMaxHeaderExperts = 2048;  // counted in the shared memory of one block (packets)
 constexpr int kNoticeWords = 4096;   // of shared memory for token bits in a notifying block: 16 KiB, 8 KiB of prefixes
 constexpr int kPositionBits = 20;    // of an entry; the rest names the local expert
 constexpr uint32_t kNowhere = 0xffffffffu;
 constexpr uint32_t kForeign = 0x80000000u;  // with the destination rank in the low bits
-constexpr int kSweep = 1 << 16;      // every so many exchanges, lines that did not come are written over
 
 struct Plan {
   MoelabShape shape;
-  int32_t ranks, local_experts, per_source, scales_per_row;
+  int32_t ranks, local_experts, local_shift, per_source, scales_per_row, scale_words;  // local_shift: log2, or -1
   int32_t row_units, image_units, y_bytes, y_units;  // values of a row; with scales; of an output value; output row
   int32_t returned_units, lanes;
-  int32_t value_groups, scale_groups, returned_groups, header_lines, entry_lines;  // packets
+  int32_t header_lines, entry_units, dispatch_parts, combine_parts;  // packets
+  int32_t warp_tokens, k_reciprocal;  // tokens whose experts fill a warp; lane / top_k is lane * k_reciprocal >> 16
   int32_t notice_blocks, notice_experts, notice_stride;               // flags
-  int32_t expert_rows, capacity, matrix_rows, column_rows, scale_columns;
+  int32_t expert_rows, capacity, matrix_rows, column_rows;
   int64_t staged_bytes, returned_bytes, notice_bytes, notice_entries;
   // Offsets in a slot of the window, and its size.
   int64_t header, entry, staged, returned, entered;
@@ -82,6 +82,9 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
   p.ranks = s.dp * s.tp;
   if (s.experts % p.ranks) return "experts do not divide over the ranks";
   p.local_experts = s.experts / p.ranks;
+  p.local_shift = -1;
+  for (int i = 0; i < 31; ++i)
+    if (p.local_experts == 1 << i) p.local_shift = i;
   if (p.local_experts >= (1 << (31 - kPositionBits)) - 1) return "more than 2046 local experts";
   if (s.top_k > kMaxTopK || s.top_k > s.experts) return "top_k is more than 32 or than the experts";
   if (s.max_tokens > 65504) return "max_tokens is more than 65504";
@@ -89,28 +92,28 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
     if (s.max_tokens > MOELAB_MOST_PACKETS) return "packets serve at most 512 tokens";
     if (s.payload == MOELAB_F32) return "packets carry bfloat16 outputs only";
     if (s.experts > kMaxHeaderExperts) return "packets serve at most 2048 experts";
-    if (s.hidden > 128 * kMaxScales) return "packets serve at most 65536 values a token";
   }
   p.per_source = (s.max_tokens + s.tp - 1) / s.tp;
   const int value_bytes = s.payload == MOELAB_FP8 ? 1 : s.payload == MOELAB_BF16 ? 2 : 4;
   if (s.hidden * value_bytes % 16) return "a row is not a multiple of 16 bytes";
   p.scales_per_row = s.payload == MOELAB_FP8 ? (s.hidden + 127) / 128 : 0;
   p.row_units = s.hidden * value_bytes / 16;
-  p.image_units = p.row_units + (p.scales_per_row + 3) / 4;
+  p.scale_words = s.scales == MOELAB_SCALES_UE8M0 ? (p.scales_per_row + 3) / 4 : p.scales_per_row;
+  p.image_units = p.row_units + (p.scale_words + 3) / 4;
   p.y_bytes = s.payload == MOELAB_F32 ? 4 : 2;
   p.y_units = s.hidden * p.y_bytes / 16;
   const int distinct = p.ranks < s.top_k ? p.ranks : s.top_k;
   p.lanes = s.returns == MOELAB_RETURN_ROWS ? s.top_k : distinct;
   p.returned_units = s.hidden * (s.returns == MOELAB_RETURN_F32 ? 4 : p.y_bytes) / 16;
   const bool packets = s.protocol == MOELAB_PACKETS;
-  // Eight threads side by side quantise a block of 128 values, so groups come by eight.
-  p.value_groups = (int32_t)round_up((p.row_units + 2) / 3, 8);
-  p.scale_groups = (p.image_units - p.row_units + 2) / 3;
-  p.returned_groups = (int32_t)round_up((p.returned_units + 2) / 3, 8);
-  p.staged_bytes = packets ? 64 * (int64_t)(p.value_groups + p.scale_groups) : 16 * (int64_t)p.image_units;
-  p.returned_bytes = packets ? 64 * (int64_t)p.returned_groups : 16 * (int64_t)p.returned_units;
+  p.staged_bytes = 16 * (int64_t)p.image_units;
+  p.returned_bytes = 16 * (int64_t)p.returned_units;
   p.header_lines = (p.local_experts + 4) / 3;
-  p.entry_lines = (2 * s.top_k + 2) / 3;
+  p.entry_units = (s.top_k + 1) / 2;
+  p.dispatch_parts = (p.row_units + kDispatchThreads - 1) / kDispatchThreads;
+  p.combine_parts = (p.returned_units + kCombineThreads - 1) / kCombineThreads;
+  p.warp_tokens = 32 / s.top_k;
+  p.k_reciprocal = (65536 + s.top_k - 1) / s.top_k;
 
   p.notice_stride = ((s.max_tokens + 31) / 32) | 1;  // odd: threads that walk experts side by side meet no bank twice
   p.notice_experts = kNoticeWords / p.notice_stride;
@@ -129,7 +132,6 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
   p.capacity = (int32_t)capacity;
   p.matrix_rows = s.layout == MOELAB_EXPERT_PADDED ? p.expert_rows : p.capacity;
   p.column_rows = (int32_t)round_up(p.matrix_rows, 4);
-  p.scale_columns = s.scales == MOELAB_SCALES_UE8M0 ? (p.scales_per_row + 3) / 4 : p.scales_per_row;
 
   const int64_t slots_in = (int64_t)p.ranks * p.per_source, slots_home = (int64_t)s.max_tokens * p.lanes;
   int64_t at = 0;
@@ -141,7 +143,7 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
   p.entered = take(8 * (int64_t)p.ranks);
   if (packets) {
     p.header = take(16 * (int64_t)p.ranks * p.header_lines);
-    p.entry = take(16 * slots_in * p.entry_lines);
+    p.entry = take(16 * slots_in * p.entry_units * p.dispatch_parts);
   } else {
     p.header = take(p.ranks * p.notice_bytes);
     p.notice_flag = take(8 * (int64_t)p.ranks * p.notice_blocks);
@@ -157,6 +159,7 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
     p.out_returned = take(slots_in * out_lanes * p.returned_bytes);
   }
   p.slot_bytes = at;
+  if (packets && at > UINT32_MAX) return "a slot for packets is more than 4 GiB";
   p.error = s.slots * p.slot_bytes;
   p.window_bytes = p.error + 128;
 

@@ -26,6 +26,8 @@ struct PutLink {
     return seen < goal ? seen : goal - 1;  // it came between the two looks: the next one is NVSHMEM's
   }
 
+  __device__ static u64 peek(const u64* flag, u64 goal) { return look(flag, goal); }
+
   // One warp: bytes at `from` of our slot to `to` of the peer's, then its flag. All offsets are within a slot.
   template <class Rank>
   __device__ static void put_warp(const Rank& r, int peer, int64_t to, int64_t from, int64_t bytes, int64_t flag) {

@@ -23,7 +23,84 @@ struct Entry {
 struct DirectLink {
   static constexpr bool remote = false;
   __device__ static u64 look(const u64* flag, u64) { return load_acquire(flag); }
+  // Where nothing is read behind the flag, and only stores wait for it.
+  __device__ static u64 peek(const u64* flag, u64) { return load_relaxed(flag); }
 };
+
+template <class Link>
+struct Rank;
+
+// What a wait waits for: a flag of at least `goal` (kPeek: of which only stores depend), a line of that number, any unit.
+enum What : int { kFlag, kPeek, kLine, kUnit };
+
+// Waiting and failing are apart from the kernels, whose own instructions are fetched the faster the fewer they are.
+static __device__ void tell_host(const MoelabCall& call, int failed, Half half, int peer, u64 expected, u64 seen) {
+  u64* host = reinterpret_cast<u64*>(call.host_error);
+  if (host == nullptr) return;
+  store_relaxed(host + MOELAB_E_HALF, half);
+  store_relaxed(host + MOELAB_E_PEER, peer);
+  store_relaxed(host + MOELAB_E_EXPECTED, expected);
+  store_relaxed(host + MOELAB_E_SEEN, seen);
+  store_release(host + MOELAB_E_FAILED, failed);
+}
+
+static __device__ Errors* errors_of(const Plan& plan, uint8_t* window) {
+  return reinterpret_cast<Errors*>(window + plan.error);
+}
+
+// Whether this rank or, as it has told us, another has given up.
+static __device__ __noinline__ bool broken_rank(const Plan& plan, const MoelabCall& call, u64 epoch, Half half) {
+  Errors* e = errors_of(plan, call.window);
+  const u64 failed = load_relaxed(&e->failed), by = load_relaxed(&e->aborted_by);
+  if (by && !failed && atomicCAS(&e->told, 0ull, 1ull) == 0ull) tell_host(call, 2, half, (int)by - 1, epoch, 0);
+  return (failed | by) != 0;
+}
+
+static __device__ __noinline__ void give_up(const Plan& plan, const MoelabCall& call, Half half, int peer, u64 expected, u64 seen) {
+  Errors* e = errors_of(plan, call.window);
+  if (atomicCAS(&e->failed, 0ull, 1ull) != 0ull) return;
+  if (atomicCAS(&e->told, 0ull, 1ull) == 0ull) tell_host(call, 1, half, peer, expected, seen);
+#pragma unroll 1
+  for (int q = 0; q < plan.ranks; ++q)
+    if (q != call.rank && call.windows[q] != nullptr)
+      store_relaxed(&errors_of(plan, call.windows[q])->aborted_by, 1ull + call.rank);
+}
+
+// The line or unit that has come, or {1} for a flag; {0}, or a line of another number, when time is up or somebody has
+// given up.
+template <class Link>
+__device__ __noinline__ uint4 wait_long(const Plan& plan, const MoelabCall& call, const Link& link, u64 epoch,
+                                        const void* where, What what, u64 goal, Half half, int peer) {
+  const u64 start = now_ns();
+#pragma unroll 1
+  for (int poll = 1;; ++poll) {
+    uint4 got{};
+    u64 seen = 0;
+    if (what == kFlag || what == kPeek) {
+      const u64* flag = static_cast<const u64*>(where);
+      seen = what == kFlag ? link.look(flag, goal) : link.peek(flag, goal);
+      if (seen >= goal) return {1, 0, 0, 0};
+    } else {
+      got = load_whole(where);
+      seen = what == kLine ? got.w : 0;
+      if (what == kLine ? got.w == (uint32_t)goal : has_come(got)) return got;
+    }
+    if (poll % 64) continue;
+    if (broken_rank(plan, call, epoch, half)) return {0, 0, 0, what == kLine ? ~(uint32_t)goal : 0};
+    if (now_ns() - start > call.timeout_ns) {
+      give_up(plan, call, half, peer, goal, seen);
+      return {0, 0, 0, what == kLine ? ~(uint32_t)goal : 0};
+    }
+  }
+}
+template <class Link>
+__device__ uint4 keep_waiting(const Rank<Link>& r, const void* where, What what, u64 goal, Half half, int peer) {
+  return wait_long(r.plan, r.call, r.link, r.epoch, where, what, goal, half, peer);
+}
+template <class Link>
+__device__ bool broken(const Rank<Link>& r, Half half) {
+  return broken_rank(r.plan, r.call, r.epoch, half);
+}
 
 template <class Link>
 struct Rank {
@@ -31,8 +108,10 @@ struct Rank {
   const MoelabCall& call;
   const Link& link;
   int block, blocks;
-  u64 epoch;
-  bool bad;  // this thread has seen a failure; its block leaves as one at the next barrier that asks
+  u64 epoch, window_of;  // window_of: lane q has rank q's window, or null
+  int64_t slot_offset;
+  uint8_t* own_state;
+  bool bad;              // this thread has seen a failure; its block leaves as one at the next barrier that asks
 
   template <class T>
   __device__ static T* at(uint8_t* base, int64_t offset) {
@@ -40,13 +119,17 @@ struct Rank {
   }
   __device__ uint8_t* slot_of(int rank) const {
     uint8_t* window = reinterpret_cast<uint8_t*>(__ldg(reinterpret_cast<const u64*>(call.windows) + rank));
-    return window == nullptr ? nullptr : window + call.slot * plan.slot_bytes;
+    return window == nullptr ? nullptr : window + slot_offset;
   }
-  __device__ uint8_t* mine() const { return call.window + call.slot * plan.slot_bytes; }
-  __device__ uint8_t* state() const { return call.state + call.slot * plan.state_slot_bytes; }
+  // Of a whole warp, for one rank or for one that each lane names; asks no memory for the first 32 ranks.
+  __device__ uint8_t* peer_slot(int rank) const {
+    if (plan.ranks > 32) return slot_of(rank);
+    return reinterpret_cast<uint8_t*>(__shfl_sync(0xffffffffu, window_of, rank & 31)) + slot_offset;
+  }
+  __device__ uint8_t* mine() const { return call.window + slot_offset; }
+  __device__ uint8_t* state() const { return own_state; }
   __device__ Errors* errors() const { return at<Errors>(call.window, plan.error); }
   __device__ uint32_t tag() const { return (uint32_t)epoch; }
-  __device__ bool sweeps() const { return epoch % kSweep == 0; }
 
   __device__ u64* epochs() const { return at<u64>(state(), 0); }
   __device__ int32_t* tokens() const { return at<int32_t>(state(), kStateTokens); }
@@ -59,99 +142,96 @@ struct Rank {
   __device__ Line* header(uint8_t* slot, int from) const {
     return at<Line>(slot, plan.header) + (int64_t)from * plan.header_lines;
   }
-  __device__ Line* entry(uint8_t* slot, int64_t at_) const { return at<Line>(slot, plan.entry) + at_ * plan.entry_lines; }
+  __device__ uint4* entry(uint8_t* slot, uint32_t at_, int part) const {
+    return at<uint4>(slot, plan.entry) + (at_ * plan.dispatch_parts + part) * plan.entry_units;
+  }
+  __device__ int rank_of(int expert) const {
+    return plan.local_shift >= 0 ? expert >> plan.local_shift : expert / plan.local_experts;
+  }
+  __device__ int group_of(int rank) const { return plan.shape.tp == 1 ? rank : rank / plan.shape.tp; }
+  __device__ int tp_rank(int rank) const { return plan.shape.tp == 1 ? 0 : rank % plan.shape.tp; }
   __device__ int source_tokens(int tokens, int rank) const {  // of a group's tokens, those that this rank sends
-    const int tp = plan.shape.tp, first = rank % tp;
-    return tokens > first ? (tokens - first + tp - 1) / tp : 0;
+    const int tp = plan.shape.tp, first = tp_rank(rank);
+    return tp == 1 ? tokens : tokens > first ? (tokens - first + tp - 1) / tp : 0;
   }
 
-  // Everything at the start asks memory at once; `bad` is looked at where the block meets first.
+  // Everything that a launch begins with is asked for at once, by every warp for itself. One that sends waits for the one
+  // barrier: that every rank has ended reading what the last exchange of this slot brought it. `bad` is one for a warp.
   __device__ void begin(bool sends) {
     wait_for_grid_before();
     let_next_grid_in();
-    epoch = epochs()[block] + 1;
-    bad = false;
-    if (threadIdx.x == 0) bad = broken(kDispatchSend);
-    if (sends)  // the one barrier: every rank has ended reading what the last exchange of this slot brought it
-      for (int q = threadIdx.x; q < plan.ranks && !bad; q += blockDim.x)
-        bad = !wait(at<u64>(mine(), plan.entered) + q, epoch - 1, kDispatchSend, q);
+    const int lane = threadIdx.x % 32;
+    slot_offset = call.slot * plan.slot_bytes, own_state = call.state + call.slot * plan.state_slot_bytes;
+    window_of = lane < plan.ranks ? __ldg(reinterpret_cast<const u64*>(call.windows) + lane) : 0;
+    const u64* entered = at<u64>(mine(), plan.entered);
+    const u64 last = epochs()[block];
+    const u64 failed = load_relaxed(&errors()->failed), by = load_relaxed(&errors()->aborted_by);
+    u64 seen = sends && lane < plan.ranks ? link.peek(entered + lane, 0) : ~0ull;
+    epoch = last + 1;
+    bad = (failed | by) != 0 && broken(*this, kDispatchSend);
+    if (sends) {
+      bad |= seen < last && keep_waiting(*this, entered + lane, kPeek, last, kDispatchSend, lane).x == 0;
+#pragma unroll 1
+      for (int q = lane + 32; q < plan.ranks && !bad; q += 32)
+        bad = keep_waiting(*this, entered + q, kPeek, last, kDispatchSend, q).x == 0;
+    }
+    bad = __any_sync(0xffffffffu, bad);
   }
 
-  __device__ void entered_by_me() const {  // the kernel before this one has read all; stream order is enough
-    for (int q = threadIdx.x; q < plan.ranks; q += blockDim.x) {
+  // By a block, its second warp first. The kernel before this one has read all that came, and cleared it where the peers'
+  // next stores will arrive: nothing is left to release.
+  __device__ void entered_by_me() const {
+#pragma unroll 1
+    for (int q = ((int)threadIdx.x + blockDim.x - 32) % blockDim.x; q < plan.ranks; q += blockDim.x) {
       if (uint8_t* slot = slot_of(q)) store_relaxed(at<u64>(slot, plan.entered) + call.rank, epoch);
       else if constexpr (Link::remote) link.signal(*this, q, plan.entered + 8 * call.rank);
     }
   }
 
   __device__ void end_exchange() const {
+#pragma unroll 1
     for (int i = block + threadIdx.x * blocks; i < MOELAB_MOST_BLOCKS; i += blocks * blockDim.x) epochs()[i] = epoch;
   }
 
-  // True once the flag has reached `goal`; false when time is up or somebody has given up.
-  __device__ bool wait(const u64* flag, u64 goal, Half half, int peer) const {
-    return wait_for([&](u64& seen) { return (seen = link.look(flag, goal)) >= goal; }, goal, half, peer);
-  }
-  __device__ bool wait(const Line* line, Line& got, Half half, int peer) const {
-    return wait_for([&](u64& seen) { return seen = (got = load_line(line)).tag, got.tag == tag(); }, epoch, half, peer);
-  }
-
-  template <class Look>
-  __device__ bool wait_for(Look&& look, u64 expected, Half half, int peer) const {
-    u64 seen;
-    if (look(seen)) return true;
+  // True once it has come; false when time is up or somebody has given up.
+  __device__ bool wait_flag(const u64* flag, Half half, int peer) const {
 #ifdef MOELAB_BREAK_WAIT
     return true;  // for the tests, which must notice
 #endif
-    const u64 start = now_ns();
-    for (int poll = 1;; ++poll) {
-      if (look(seen)) return true;
-      if (poll % 64) continue;
-      if (broken(half)) return false;
-      if (now_ns() - start > call.timeout_ns) {
-        give_up(half, peer, expected, seen);
-        return false;
-      }
-    }
+    return link.look(flag, epoch) >= epoch || keep_waiting(*this, flag, kFlag, epoch, half, peer).x != 0;
+  }
+  __device__ bool wait_line(const Line* line, uint4& got, Half half, int peer) const {
+    got = load_whole(line);
+#ifdef MOELAB_BREAK_WAIT
+    return true;
+#endif
+    if (got.w != tag()) got = keep_waiting(*this, line, kLine, epoch, half, peer);
+    return got.w == tag();
+  }
+  // For a unit of which a first look is at hand.
+  __device__ bool wait_unit(const uint4* unit, uint4& raw, Half half, int peer) const {
+#ifdef MOELAB_BREAK_WAIT
+    return true;
+#endif
+    if (!has_come(raw)) raw = keep_waiting(*this, unit, kUnit, epoch, half, peer);
+    return has_come(raw);
   }
 
-  __device__ bool broken(Half half) const {
-    const u64 failed = load_relaxed(&errors()->failed), by = load_relaxed(&errors()->aborted_by);
-    if (failed) return true;
-    if (by && atomicCAS(&errors()->told, 0ull, 1ull) == 0ull) tell_host(2, half, (int)by - 1, epoch, 0);
-    return by != 0;
-  }
-
-  __device__ void give_up(Half half, int peer, u64 expected, u64 seen) const {
-    if (atomicCAS(&errors()->failed, 0ull, 1ull) != 0ull) return;
-    if (atomicCAS(&errors()->told, 0ull, 1ull) == 0ull) tell_host(1, half, peer, expected, seen);
-    for (int q = 0; q < plan.ranks; ++q) {
-      uint8_t* slot = q == call.rank ? nullptr : slot_of(q);
-      if (slot != nullptr)
-        store_relaxed(&at<Errors>(slot - call.slot * plan.slot_bytes, plan.error)->aborted_by, 1ull + call.rank);
-    }
-  }
-
-  __device__ void tell_host(int failed, Half half, int peer, u64 expected, u64 seen) const {
-    u64* host = reinterpret_cast<u64*>(call.host_error);
-    if (host == nullptr) return;
-    store_relaxed(host + MOELAB_E_HALF, half);
-    store_relaxed(host + MOELAB_E_PEER, peer);
-    store_relaxed(host + MOELAB_E_EXPECTED, expected);
-    store_relaxed(host + MOELAB_E_SEEN, seen);
-    store_release(host + MOELAB_E_FAILED, failed);
-  }
   __device__ void input_error(int word) const {
     if (call.host_error != nullptr) store_relaxed(reinterpret_cast<u64*>(call.host_error) + word, 1);
   }
 
-  __device__ int64_t load_id(int64_t token, int k) const {
-    const int64_t i = token * call.ids_stride[0] + k * call.ids_stride[1];
-    return call.ids_bytes == 8 ? __ldg(static_cast<const long long*>(call.ids) + i)
-                               : __ldg(static_cast<const int*>(call.ids) + i);
+  // The expert, -1 for nowhere, -2 for what is neither. Strides in bytes fit 32 bits (launch.cuh).
+  __device__ int load_id(int token, int k) const {
+    const bool wide = call.ids_bytes == 8;
+    const int row = (int)call.ids_stride[0] * call.ids_bytes, column = (int)call.ids_stride[1] * call.ids_bytes;
+    const char* p = static_cast<const char*>(call.ids) + (int64_t)token * row + (int64_t)k * column;
+    const int low = __ldg(reinterpret_cast<const int*>(p));
+    const int high = wide ? __ldg(reinterpret_cast<const int*>(p) + 1) : low >> 31;
+    return (unsigned)low < (unsigned)plan.shape.experts && high == 0 ? low : (low & high) == -1 ? -1 : -2;
   }
-  __device__ float load_weight(int64_t token, int k) const {
-    return __ldg(call.weights + token * call.weights_stride[0] + k * call.weights_stride[1]);
+  __device__ float load_weight(int token, int k) const {
+    return __ldg(call.weights + (int64_t)token * (int)call.weights_stride[0] + (int64_t)k * (int)call.weights_stride[1]);
   }
 
   // T, or what the device says; more than fit are cut off and noted.
@@ -167,13 +247,12 @@ struct Rank {
   // The part of the state that the way home needs, since the caller may overwrite ids and weights.
   __device__ void remember_home(int n, int part, int parts) const {
     const int K = plan.shape.top_k;
+#pragma unroll 1
     for (int i = part * blockDim.x + threadIdx.x; i < n * K; i += parts * blockDim.x) {
-      const int64_t e = load_id(i / K, i % K);
-      const bool legal = e >= 0 && e < plan.shape.experts;
-      if (!legal && e != -1) input_error(MOELAB_E_BAD_IDS);
-      home(i / K)[i % K] = {legal ? (uint32_t)e : kNowhere, legal ? load_weight(i / K, i % K) : 0.f};
+      const int t = i / K, k = i - t * K, e = load_id(t, k);
+      if (e == -2) input_error(MOELAB_E_BAD_IDS);
+      home(t)[k] = {e < 0 ? kNowhere : (uint32_t)e, e < 0 ? 0.f : load_weight(t, k)};
     }
-    if (part == 0 && threadIdx.x == 0) *tokens() = n;
   }
 };
 

@@ -7,9 +7,7 @@ namespace moelab {
 // From rows of each (group, local expert) in `first` [dp][L]: where each group's rows of an expert begin, behind those
 // of the groups before it, and in first[dp*L + e] where the expert's segment begins in its matrix. A block; one of a
 // rank's blocks (`tells`) also writes counts and starts.
-template <class Link>
-__device__ void find_rows(const Rank<Link>& r, int32_t* first, bool tells) {
-  const Plan& p = r.plan;
+static __device__ __noinline__ void find_rows(const Plan& p, const MoelabCall& call, int32_t* first, bool tells) {
   const int L = p.local_experts, dp = p.shape.dp;
   int32_t* total = first + dp * L;
   for (int e = threadIdx.x; e < L; e += blockDim.x) {
@@ -19,7 +17,7 @@ __device__ void find_rows(const Rank<Link>& r, int32_t* first, bool tells) {
       first[g * L + e] = sum;
       sum += rows;
     }
-    if (tells) r.call.counts[e] = sum;
+    if (tells) call.counts[e] = sum;
     total[e] = p.shape.layout == MOELAB_CONTIGUOUS_128 ? sum : 0;
   }
   __syncthreads();
@@ -36,7 +34,7 @@ __device__ void find_rows(const Rank<Link>& r, int32_t* first, bool tells) {
         if (lane >= d) up_to += other;
       }
       if (e < L) {
-        if (tells) r.call.starts[e] = start + up_to - padded;
+        if (tells) call.starts[e] = start + up_to - padded;
         total[e] = start + up_to - padded;
       }
       start += __shfl_sync(0xffffffffu, up_to, 31);
@@ -45,71 +43,58 @@ __device__ void find_rows(const Rank<Link>& r, int32_t* first, bool tells) {
   __syncthreads();
 }
 
-// A token's rows here, as the lanes of a warp see them.
-struct Arrival {
-  unsigned rows;   // lanes that lead a row: an expert named twice is one row
-  int32_t matrix;  // of this lane's expert, 0 when contiguous
-  int32_t row;
+// Where a lane's expert wants the token, if it is one of ours.
+struct Place {
   bool here;
+  int32_t flat;      // row of all matrices, -1 where not here
+  uint4* values;
+  uint32_t* scales;  // its first word; the next is a column further
 };
 
-// One warp: lane k's entry of token j of rank `from`. Keeps what the way home needs in the state.
+// found: `first` is what find_rows made of the counts, and not the counts themselves, which are enough for the padded
+// layout.
 template <class Link>
-__device__ Arrival arrive(const Rank<Link>& r, const int32_t* first, int from, int64_t at, Entry entry) {
+__device__ Place locate(const Rank<Link>& r, const int32_t* first, bool found, int from, const Entry& entry) {
   const Plan& p = r.plan;
-  const int lane = threadIdx.x % 32, L = p.local_experts, K = p.shape.top_k;
-  Arrival a{0, 0, 0, entry.where < kForeign};
-  const int rank = a.here ? r.call.rank : entry.where == kNowhere ? -1 : (int)(entry.where & ~kForeign);
-  const unsigned same_rank = __match_any_sync(0xffffffffu, rank);
-  const unsigned leaders = __ballot_sync(0xffffffffu, rank >= 0 && __ffs(same_rank) - 1 == lane);
-  const unsigned same_row = __match_any_sync(0xffffffffu, entry.where);
-  a.rows = __ballot_sync(0xffffffffu, a.here && __ffs(same_row) - 1 == lane);
-  const unsigned mine = __ballot_sync(0xffffffffu, a.here);
-  int32_t flat = -1;
+  Place a{entry.where < kForeign, -1, nullptr, nullptr};
   if (a.here) {
-    const int e = entry.where >> kPositionBits;
-    a.row = first[p.shape.dp * L + e] + first[from / p.shape.tp * L + e] +
-            (int32_t)(entry.where & ((1u << kPositionBits) - 1));
-    if (p.shape.layout == MOELAB_EXPERT_PADDED) a.matrix = e;
-    flat = a.matrix * p.matrix_rows + a.row;
+    const int e = entry.where >> kPositionBits, group = r.group_of(from), L = p.local_experts;
+    int row = entry.where & ((1u << kPositionBits) - 1);
+    if (found) row += first[p.shape.dp * L + e] + first[group * L + e];
+    else
+#pragma unroll 1
+      for (int g = 0; g < group; ++g) row += first[g * L + e];
+    const int matrix = p.shape.layout == MOELAB_EXPERT_PADDED ? e : 0;
+    a.flat = matrix * p.matrix_rows + row;
+    a.values = reinterpret_cast<uint4*>(r.call.rows) + (int64_t)a.flat * p.row_units;
+    a.scales = static_cast<uint32_t*>(r.call.row_scales) +
+               (p.shape.scales == MOELAB_SCALES_ROW ? (int64_t)a.flat * p.scale_words
+                                                    : (int64_t)(matrix * p.scale_words) * p.column_rows + row);
   }
-  if (lane < K) r.arrived(at)[lane] = {(uint32_t)flat, entry.weight};
-  // Among the token's distinct ranks, in order of k, which are we?
-  if (lane == 0) *r.lane(at) = mine ? __popc(leaders & ((1u << (__ffs(mine) - 1)) - 1)) : -1;
   return a;
 }
 
-// Four float32 scales 4*i … 4*i + 3 of a row, in the format asked for.
+// What the way home of a token of another rank needs.
 template <class Link>
-__device__ void write_scales(const Rank<Link>& r, int64_t matrix, int64_t row, int i, const uint4& raw) {
-  const Plan& p = r.plan;
-  const uint32_t bits[4] = {raw.x, raw.y, raw.z, raw.w};
-  const int S = p.scales_per_row;
-  if (p.shape.scales == MOELAB_SCALES_UE8M0) {
-    uint32_t packed = 0;
-#pragma unroll
-    for (int b = 0; b < 4; ++b)
-      if (4 * i + b < S) packed |= (bits[b] >> 23 & 255u) << 8 * b;
-    static_cast<uint32_t*>(r.call.row_scales)[(matrix * p.scale_columns + i) * p.column_rows + row] = packed;
-    return;
-  }
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    const int s = 4 * i + b;
-    if (s >= S) break;
-    const int64_t at = p.shape.scales == MOELAB_SCALES_ROW ? (matrix * p.matrix_rows + row) * S + s
-                                                           : (matrix * p.scale_columns + s) * p.column_rows + row;
-    static_cast<uint32_t*>(r.call.row_scales)[at] = bits[b];
-  }
+__device__ void remember_arrival(const Rank<Link>& r, uint32_t at, const Entry& entry, const Place& place) {
+  const int lane = threadIdx.x % 32;
+  const int rank = place.here ? r.call.rank : entry.where == kNowhere ? -1 : (int)(entry.where & ~kForeign);
+  const unsigned same = __match_any_sync(0xffffffffu, rank);
+  const unsigned leaders = __ballot_sync(0xffffffffu, rank >= 0 && __ffs(same) - 1 == lane);
+  const unsigned mine = __ballot_sync(0xffffffffu, place.here);
+  if (lane < r.plan.shape.top_k) r.arrived(at)[lane] = {(uint32_t)place.flat, entry.weight};
+  // Among the token's distinct ranks, in order of k, which are we?
+  if (lane == 0) *r.lane(at) = mine ? __popc(leaders & ((1u << (__ffs(mine) - 1)) - 1)) : -1;
 }
 
-// A unit of a row's image, once to every one of its rows.
-template <class Link>
-__device__ __forceinline__ void write_unit(const Rank<Link>& r, int64_t matrix, int64_t row, int unit,
-                                           const uint4& value) {
-  if (unit < r.plan.row_units)
-    reinterpret_cast<uint4*>(r.call.rows)[(matrix * r.plan.matrix_rows + row) * r.plan.row_units + unit] = value;
-  else write_scales(r, matrix, row, unit - r.plan.row_units, value);
+// A unit of scale words to where it belongs.
+__device__ __forceinline__ void write_scales(const Plan& p, uint32_t* scales, int unit, const uint4& v) {
+  const int step = p.shape.scales == MOELAB_SCALES_ROW ? 1 : p.column_rows, left = p.scale_words - 4 * unit;
+  scales += (int64_t)4 * unit * step;
+  scales[0] = v.x;
+  if (left > 1) scales[step] = v.y;
+  if (left > 2) scales[2 * (int64_t)step] = v.z;
+  if (left > 3) scales[3 * (int64_t)step] = v.w;
 }
 
 // 16 e4m3 values of 32 bytes of bfloat16, of 128 that eight neighbouring threads hold, and the block's scale: the
@@ -138,13 +123,20 @@ __device__ inline uint4 quantize16(const uint4 in[2], bool power_of_two, float& 
   return result;
 }
 
-// Four scales of a caller's token, those beyond the last as zeros.
-__device__ __forceinline__ uint4 load_scales(const float* scales, int i, int S) {
-  uint32_t bits[4] = {};
+// A unit of scale words, from float32 scales of which there are `count`; what lies beyond the last is zero.
+__device__ __forceinline__ uint4 scale_unit(const Plan& p, const float* scales, int unit, int count) {
+  const bool packed = p.shape.scales == MOELAB_SCALES_UE8M0;
+  uint32_t words[4] = {};
+#pragma unroll 1
+  for (int i = 0; i < (packed ? 4 : 1); ++i)  // packed: the i-th byte of each word
 #pragma unroll
-  for (int b = 0; b < 4; ++b)
-    if (4 * i + b < S) bits[b] = __float_as_uint(scales[4 * i + b]);
-  return {bits[0], bits[1], bits[2], bits[3]};
+    for (int b = 0; b < 4; ++b) {
+      const int s = packed ? 4 * (4 * unit + b) + i : 4 * unit + b;
+      if (s >= count) continue;
+      const uint32_t bits = __float_as_uint(scales[s]);
+      words[b] |= packed ? (bits >> 23 & 255u) << 8 * i : bits;
+    }
+  return {words[0], words[1], words[2], words[3]};
 }
 
 }  // namespace moelab
