@@ -81,9 +81,11 @@ __device__ void return_flagged(Rank<Link>& r, int block, int blocks) {
       __syncwarp();
       if (lane < tp)
         if (uint8_t* slot = r.slot_of(home + lane)) store_release(r.template at<u64>(slot, flag), r.epoch);
-      if constexpr (Link::remote)
+      if constexpr (Link::remote) {
+        r.link.before_puts();
         for (int q = home; q < home + tp; ++q)
           if (r.slot_of(q) == nullptr) r.link.put_warp(r, q, offset, box, p.returned_bytes, flag);
+      }
       if (kReturns != MOELAB_RETURN_ROWS) break;  // one message for all terms
     }
   }
@@ -101,6 +103,7 @@ __device__ bool gather_flagged(Rank<Link>& r, int block, int blocks) {
     if (coming.counts >> lane & 1)
       ok = r.wait_flag(r.template at<u64>(slot, p.returned_flag) + t * p.lanes + coming.lane, kCombineRecv, coming.rank);
     r.bad |= !__all_sync(0xffffffffu, ok);
+    __syncwarp();  // a vote orders nothing: what some lanes acquired is now every lane's
     if (r.bad) break;
     const uint4* parts = r.template at<uint4>(slot, p.returned + t * p.lanes * p.returned_bytes);
     constexpr int kUnits = 4;

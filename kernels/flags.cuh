@@ -72,7 +72,7 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   for (int q = threadIdx.x; q < p.ranks; q += blockDim.x)
     if (uint8_t* slot = r.slot_of(q))
       store_release(r.template at<u64>(slot, p.notice_flag) + me * p.notice_blocks + part, r.epoch);
-  if constexpr (Link::remote) r.link.put_notices(r);
+  if constexpr (Link::remote) r.link.put_notices(r, n);
   __syncthreads();
 }
 
@@ -153,10 +153,12 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
     __syncwarp();
     if (leads && slot != nullptr)
       store_release(r.template at<u64>(slot, p.staged_flag) + (int64_t)me * p.per_source + j, r.epoch);
-    if constexpr (Link::remote)
+    if constexpr (Link::remote) {
+      if (put) r.link.before_puts();
       for (unsigned left = put; left; left &= left - 1)
         r.link.put_warp(r, __shfl_sync(0xffffffffu, rank, __ffs(left) - 1), row, p.out_staged + j * p.staged_bytes,
                         p.staged_bytes, p.staged_flag + 8 * ((int64_t)me * p.per_source + j));
+    }
   }
 }
 
@@ -214,7 +216,9 @@ __device__ bool receive_flagged(Rank<Link>& r, int block, int blocks) {
     if (rows == 0) continue;
     bool ok = true;
     if (lane == 0) ok = r.wait_flag(r.template at<u64>(slot, p.staged_flag) + at, kDispatchRecv, s);
-    if (!__all_sync(0xffffffffu, ok)) {
+    ok = __all_sync(0xffffffffu, ok);
+    __syncwarp();  // a vote orders nothing: what lane 0 acquired is now every lane's
+    if (!ok) {
       r.bad = true;
       break;
     }

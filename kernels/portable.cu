@@ -4,6 +4,8 @@
 // Windows lie in the symmetric heap. A put leaves after its call has returned: it reads from the outbox, which plan.h
 // puts into the window, and rank.cuh's barrier keeps from being overwritten too early. Neither quiet nor fence is used: a
 // signal is delivered after its own data, and no message depends on another.
+//
+// That one rank puts to another has to hold both ways: a notice that is put has one flag, one that is stored has several.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -28,12 +30,16 @@ struct PutLink {
 
   __device__ static u64 peek(const u64* flag, u64 goal) { return look(flag, goal); }
 
+  // By the warp that puts: what its lanes, or others behind a barrier, wrote must be there for the NIC.
+  __device__ static void before_puts() {
+    __threadfence_system();
+    __syncwarp();
+  }
+
   // One warp: bytes at `from` of our slot to `to` of the peer's, then its flag. All offsets are within a slot.
   template <class Rank>
   __device__ static void put_warp(const Rank& r, int peer, int64_t to, int64_t from, int64_t bytes, int64_t flag) {
     uint8_t* slot = r.mine();
-    __threadfence_system();  // others wrote the source; the NIC must see it
-    __syncwarp();
     nvshmemx_putmem_signal_nbi_warp(slot + to, slot + from, bytes, reinterpret_cast<uint64_t*>(slot + flag), r.epoch,
                                     NVSHMEM_SIGNAL_SET, peer);
   }
@@ -45,7 +51,7 @@ struct PutLink {
 
   // By all threads of a notifying block: the last of these blocks sends whole notices, with their first flag.
   template <class Rank>
-  __device__ static void put_notices(const Rank& r) {
+  __device__ static void put_notices(const Rank& r, int n) {
     __shared__ bool last;
     const Plan& p = r.plan;
     __syncthreads();
@@ -56,9 +62,12 @@ struct PutLink {
     }
     __syncthreads();
     if (!last) return;
+    const int64_t entries = 8 * (int64_t)r.source_tokens(n, r.call.rank) * p.shape.top_k;
+    before_puts();
     for (int q = threadIdx.x / 32; q < p.ranks; q += blockDim.x / 32)
       if (r.slot_of(q) == nullptr)
-        put_warp(r, q, p.header + r.call.rank * p.notice_bytes, p.out_notice + q * p.notice_bytes, p.notice_bytes,
+        put_warp(r, q, p.header + r.call.rank * p.notice_bytes, p.out_notice + q * p.notice_bytes,
+                 round_up(p.notice_entries + entries, 16),
                  p.notice_flag + 8 * (int64_t)r.call.rank * p.notice_blocks);
   }
 };

@@ -39,8 +39,11 @@ ARCH = "sm_90a"  # Hopper, with the instructions that only it has
 LIMIT_S = 600.0  # of one compilation, and of the wait for another process's build
 
 _GENCODE = "-gencode=arch=compute_90a,code=sm_90a"
-# -rdc: NVSHMEM's device library is linked on the device. What is not marked for export stays inside.
-_COMPILE = ("-std=c++17", "-O3", _GENCODE, "-rdc=true", "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+# What is not marked for export stays inside.
+_COMPILE = ("-std=c++17", "-O3", _GENCODE, "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+# For units that call NVSHMEM, whose device library is linked on the device. For others not: a function that is called there
+# may have more registers than the kernel that calls it, which is an error.
+_RELOCATABLE = "-rdc=true"
 # No unversioned libnvshmem_host.so is in the wheel. `-z defs`: what is missing fails here, not when it is loaded.
 _LINK = (
     "-shared", _GENCODE, "-cudart", "shared", "-lnvshmem_device", "-Xlinker", "-l:libnvshmem_host.so.3",
@@ -78,7 +81,7 @@ class Recipe:
         return {
             "sources": _digest(self.sources),
             "arch": ARCH,
-            "compile": list(_COMPILE),
+            "compile": [*_COMPILE, _RELOCATABLE],
             "link": list(_LINK),
             "nvcc": self.nvcc.version,
             "nvshmem": self.nvshmem.version,
@@ -271,7 +274,8 @@ def _make(what: Recipe, folder: Path, failure: Path) -> dict:
 
     def compiled(unit: Path) -> Path:
         out = folder / f"{unit.stem}.o"
-        run(nvcc, *_COMPILE, f"-I{home / 'include'}", "-c", unit, "-o", out, doing=f"compiling {unit.name}")
+        options = [*_COMPILE, *[_RELOCATABLE] * (b"#include <nvshmem.h>" in unit.read_bytes())]
+        run(nvcc, *options, f"-I{home / 'include'}", "-c", unit, "-o", out, doing=f"compiling {unit.name}")
         return out
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
