@@ -44,6 +44,11 @@ namespace emulate {
 namespace {
 constexpr int kMostThreads = 512;
 static_assert(kDispatchThreads <= kMostThreads && kCombineThreads <= kMostThreads && kFlagThreads <= kMostThreads);
+#ifdef MOELAB_BREAK_WAIT
+constexpr u64 kNeverNs = 1'000'000'000;
+#else
+constexpr u64 kNeverNs = 60'000'000'000;  // longer than any wait of a test
+#endif
 constexpr size_t kStack = 64 * 1024, kShared = 64 * 1024;
 
 struct Barrier {
@@ -63,6 +68,7 @@ struct Block {
   uint64_t values[kMostThreads / 32][2][32];
   int parity[kMostThreads] = {};
   unsigned random;
+  bool stuck = false;
   void (*body)(const void*);
   const void* argument;
 };
@@ -87,8 +93,11 @@ void arrive(Barrier& barrier, int first, int count) {
   Block& b = *me;
   const int turn = barrier.turn;
   ++barrier.arrived;
-  for (;;) {
-    if (barrier.turn != turn) return;
+  const u64 since = b.stuck ? 0 : now_ns();
+  for (unsigned tries = 1;; ++tries) {
+    if (barrier.turn != turn || b.stuck) return;
+    // Threads that went different ways never meet; on a GPU they hang. Here they go on and the launch fails.
+    if (tries % 4096 == 0 && now_ns() - since > kNeverNs) b.stuck = true;
     int gone = 0;
     for (int i = first; i < first + count; ++i) gone += b.done[i];
     if (barrier.arrived + gone == count) {
@@ -115,7 +124,8 @@ void start() {
 }
 std::atomic<unsigned> launches{2463534242u};
 
-void run_block(int index, int grid, int threads, void (*body)(const void*), const void* argument) {
+void run_block(int index, int grid, int threads, void (*body)(const void*), const void* argument,
+               std::atomic<int>* failed) {
   auto block = std::make_unique<Block>();
   me = block.get();
   Block& b = *me;
@@ -133,6 +143,7 @@ void run_block(int index, int grid, int threads, void (*body)(const void*), cons
     b.stack[i] = top;
   }
   emulate_switch(&b.main, b.stack[0]);
+  *failed |= b.stuck;
 }
 
 template <class F>
@@ -140,9 +151,10 @@ void call(const void* f) { (*static_cast<const F*>(f))(); }
 template <class F>
 int run(int grid, int threads, const F& kernel) {
   std::vector<std::thread> blocks;
-  for (int i = 0; i < grid; ++i) blocks.emplace_back(run_block, i, grid, threads, call<F>, &kernel);
+  std::atomic<int> failed{0};
+  for (int i = 0; i < grid; ++i) blocks.emplace_back(run_block, i, grid, threads, call<F>, &kernel, &failed);
   for (auto& block : blocks) block.join();
-  return 0;
+  return failed ? cudaErrorLaunchFailure : cudaSuccess;
 }
 }  // namespace
 
