@@ -184,6 +184,11 @@ def kernel_pool(request, pools):
     return pools(request.param)
 
 
+@pytest.fixture(params=[name for name in ON_GPU if name.startswith("nvshmem")])
+def nvshmem_pool(request, pools):
+    return pools(request.param)
+
+
 @pytest.fixture(params=[*ON_CPU, *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPU)])
 def pool(request, pools):
     """Runs a test on ranks of every kind."""
