@@ -127,9 +127,13 @@ class NvshmemSite:
         self._roll.gather("ready", "", deadline)
 
     def launch(self, number: int, call: Call, what: int, halves: int) -> None:
-        with self._on_device:
-            stream = torch.cuda.current_stream().cuda_stream
-            self._library.launch(self.shape, call, what, halves, blocks=self._blocks, early=self._early, stream=stream)
+        index = self._device.index
+        if torch.cuda.current_device() != index:
+            with self._on_device:
+                return self.launch(number, call, what, halves)
+        # What torch.cuda.current_stream() asks, without making an object of the answer at every launch.
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        self._library.launch(self.shape, call, what, halves, blocks=self._blocks, early=self._early, stream=stream)
 
     def abandon(self) -> None:
         """Nothing to do: the kernel that gave up has told the peers, or they run into their own limit."""
