@@ -8,16 +8,21 @@ namespace {
 constexpr int kFlagStride = 16;  // words: flags stand 128 bytes apart, so that no two share a line
 constexpr int kMostRanks = 1024;
 
-// state: {epoch, failure}. An epoch rises by one in every launch, so nothing is cleared and graphs replay. A wait that
+// state: {epoch, failure}, aligned to 16 bytes. An epoch rises by one in every launch, so nothing is cleared and graphs replay. A wait that
 // outlasts its limit writes 1 + the peer that did not come, and later launches return at once.
 __global__ void flag_kernel(u64* const* windows, int rank, int ranks, u64* state, u64 timeout_ns) {
-  if (load_relaxed(state + 1)) return;
-  const u64 epoch = load_relaxed(state) + 1;
   const int peer = threadIdx.x;
-  if (peer < ranks && peer != rank) {
-    store_release(windows[peer] + rank * kFlagStride, epoch);
+  const bool mine = peer < ranks && peer != rank;
+  // All loads go out before the first of them is looked at: one latency, not three.
+  const ulonglong2 known = __ldcg((const ulonglong2*)state);
+  u64* const own = windows[rank];
+  u64* const theirs = mine ? windows[peer] : own;
+  const u64 epoch = known.x + 1;
+  if (known.y) return;
+  if (mine) {
+    store_release(theirs + rank * kFlagStride, epoch);
     const u64 start = now_ns();
-    for (int polls = 1; load_acquire(windows[rank] + peer * kFlagStride) < epoch; ++polls)
+    for (int polls = 1; load_acquire(own + peer * kFlagStride) < epoch; ++polls)
       if (polls % 64 == 0 && now_ns() - start > timeout_ns) {
         store_relaxed(state + 1, 1 + peer);
         break;

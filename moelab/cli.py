@@ -300,8 +300,8 @@ def bench_alltoall(
         typer.Option(
             "--backend",
             metavar="NAME",
-            help="floor; our kernels: nvshmem, nvshmem-flags, nvshmem-puts; peers: nccl-split, nccl-split-packed, "
-            "nccl-padded, nvshmem-padded, symm_mem-vdev2d, deep_ep, pplx; repeatable. [all]",
+            help="Our kernels: nvshmem, nvshmem-flags, nvshmem-puts; peers: nccl-split, nccl-split-packed, "
+            "nccl-padded, nvshmem-padded, symm_mem-vdev2d, deep_ep, pplx; floor: nothing else; repeatable. [all]",
         ),
     ] = None,
     returns: Annotated[

@@ -200,7 +200,7 @@ class Line:
 
 
 def lines(results: Results, settings: Sequence[Setting]) -> list[Line]:
-    """In the order of settings, then of backends. Without a measured floor, t0 is 0."""
+    """In the order of settings, then of backends. Where the floor could not be measured, t0 is 0."""
     flag = [r.p50 for r in results.records if (r.backend, r.metric) == ("floor", "flag")]
     t0, found = flag[0] if flag else 0.0, []
     for setting in settings:

@@ -32,7 +32,7 @@ class Packed:
     `rows` [n, B] uint8 to send, by expert, then token; `y` [m, H] bfloat16 to return, in the order of arrival;
     `to` and `come`: rows for and from each rank."""
 
-    depth = 1
+    depth = 8  # a dispatch or a combine may be repeated over the same memory: it moves the same rows
     params: dict[str, int | str] = {}
     order: tuple[str, ...] = ("group", "expert", "token")
 
@@ -214,12 +214,15 @@ class SymmMem(Packed):
         self.outputs = symmetric((room, setting.hidden), torch.bfloat16, device)
         self.back = symmetric((sent, setting.hidden), torch.bfloat16, device)
         self.splits = symmetric((bundles,), torch.int64, device)
-        self.arrived, self.home = (symmetric((2, bundles), torch.int64, device) for _ in range(2))
+        # Peers write to these while the call before may still be at work on its own, hence some for each in flight.
+        self.arrived, self.home = (
+            [symmetric((2, bundles), torch.int64, device) for _ in range(self.depth)] for _ in range(2)
+        )
         self.send.copy_(self.rows)
         self.splits.copy_((self.mine[2] // case.bundle).bincount(minlength=bundles))
         dist.barrier()  # on the stream, behind the copies
         self.dispatch()  # only it knows where rows come to stand, and that is where outputs must be
-        splits, offsets = self.arrived.tolist()
+        splits, offsets = self.arrived[0].tolist()
         stands = [torch.arange(at, at + count) for count, at in zip(splits, offsets, strict=True)]
         self.at = torch.cat(stands).to(device)
         if len(self.at) != len(self.y):
@@ -228,12 +231,12 @@ class SymmMem(Packed):
 
     def dispatch(self, slot: int = 0) -> None:
         torch.ops.symm_mem.all_to_all_vdev_2d(
-            self.send, self.there, self.splits, self.arrived, dist.group.WORLD.group_name
+            self.send, self.there, self.splits, self.arrived[slot], dist.group.WORLD.group_name
         )
 
     def combine(self, slot: int = 0) -> None:
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(
-            self.outputs, self.back, self.arrived, self.home, dist.group.WORLD.group_name
+            self.outputs, self.back, self.arrived[slot], self.home[slot], dist.group.WORLD.group_name
         )
 
     def landed(self) -> Tensor:

@@ -5,7 +5,7 @@ step, and each rank's samples are put side by side afterwards, where the largest
 (`alltoall_setting.slowest`).
 Four clocks:
 
-- `pair_samples`: a CUDA graph of many pairs, dispatch and combine in turn; events around each replay; a sample is the
+- `pair_samples`: a CUDA graph of ten pairs, dispatch and combine in turn; events around each replay; a sample is the
   replay's time over its pairs. The period of a pair, with the gaps between kernels and without the host.
 - `half_samples`: dispatch and combine apart. They have to alternate, so a graph holds several dispatches one after the
   other, as many as may be in flight, then their combines, and event nodes where one changes to the other; a sample is
@@ -30,8 +30,8 @@ from moelab.bench.timer import Samples
 
 Call = Callable[[], object]
 
-PAIRS, GRAPH_US = 32, 4000.0  # pairs in a graph, fewer if they take longer than this together; at least LEAST_PAIRS
-LEAST_PAIRS, WARMUPS, REPLAYS, TIMED_US = 4, 10, (20, 256), 300e3
+PAIRS, LEAST_PAIRS, GRAPH_US = 10, 2, 2000.0  # pairs in a graph, fewer if they take longer than this together
+WARMUPS, BURST, BURSTS, TIMED_US = 3, 20, (3, 12), 60e3  # replays in a row, and how often; BURST is timed
 ROUNDS, HALF_REPLAYS = 6, (6, 40)  # of a graph of halves; the first round of each replay brings the ranks together
 EAGER_WARMUPS, EAGERS = 5, 40
 LIMIT_S = 120.0  # a rank that has failed alone is not waited for longer
@@ -101,18 +101,21 @@ def once_us(pair: Call, ranks: Ranks) -> float:
 def pair_samples(pair: Call, pair_us: float, ranks: Ranks) -> Samples:
     """us of a pair, one for each replay. `pair_us`, from `once_us`, decides how many there are."""
     pairs = int(min(PAIRS, max(LEAST_PAIRS, GRAPH_US / pair_us)))
-    replays = _within(TIMED_US / (pairs * pair_us), REPLAYS)
     graph = ranks.attempt(lambda: graph_of(lambda: [pair() for _ in range(pairs)]))
+    us = []
+    for _ in range(_within(TIMED_US / (BURST * pairs * pair_us), BURSTS)):
+        ranks.align()
+        for _ in range(WARMUPS):
+            graph.replay()
+        marks = _events(BURST + 1)
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        us += [time / pairs for time in _between(marks)]
     ranks.align()
-    for _ in range(WARMUPS):
-        graph.replay()
-    marks = _events(replays + 1)
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    ranks.align()
-    return Samples([us / pairs for us in _between(marks)], WARMUPS)
+    return Samples(us, WARMUPS)
 
 
 def half_samples(

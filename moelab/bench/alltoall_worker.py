@@ -27,8 +27,7 @@ MOST_DEPTH = 8
 def worker(context, job: dict[str, Any]) -> None:
     """For `moelab.launch` on GPUs; see `alltoall.job`."""
     ranks, device = timer.Ranks(), torch.device(context.device)
-    if "floor" in job["backends"]:
-        _floor(context, job, ranks, device)
+    _floor(context, ranks, device)
     for number, given in enumerate(job["settings"]):
         setting = Setting(**given)
         case = Case(setting, context.rank, device)
@@ -44,7 +43,7 @@ def worker(context, job: dict[str, Any]) -> None:
         del case
 
 
-def _floor(context, job: dict[str, Any], ranks: timer.Ranks, device: torch.device) -> None:
+def _floor(context, ranks: timer.Ranks, device: torch.device) -> None:
     from moelab.bench import alltoall_floor as floor
 
     try:
