@@ -100,12 +100,19 @@ class Pool:
 
 
 class ThreadPool(Pool):
-    """With a library, its kernels move the data: on the GPU all ranks in one launch, in the emulation each alone."""
+    """With a library, its kernels move the data: on a GPU all ranks in one launch, in the emulation each alone, unless
+    `one_launch`."""
 
-    def __init__(self, kind: str = "virtual", sizes: tuple[int, ...] = (1, 2, 4, 8), library: Library | None = None):
+    def __init__(
+        self,
+        kind: str = "virtual",
+        sizes: tuple[int, ...] = (1, 2, 4, 8),
+        library: Library | None = None,
+        one_launch: bool = False,
+    ) -> None:
         self.kind, self.sizes, self.size = kind, sizes, max(sizes)
         device = torch.device("cuda", 0) if kind.startswith("gpu") else torch.device("cpu")
-        worlds = {ep: VirtualRanks(ep, library, one_launch=device.type == "cuda") for ep in sizes}
+        worlds = {ep: VirtualRanks(ep, library, one_launch or device.type == "cuda") for ep in sizes}
         self._inbox = [queue.SimpleQueue() for _ in range(self.size)]
         for index, inbox in enumerate(self._inbox):
             groups = {ep: world.rank(index) for ep, world in worlds.items() if index < ep}

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from moelab.comm import Nvshmem
 from moelab.comm.reference import dense_moe
 from tests.comm import cases
+from tests.comm.emulation import emulation, missing
 from tests.comm.scenario import Scenario, same_bits
 from tests.conftest import SEED
-from tests.pool import Rank
+from tests.pool import Rank, ThreadPool
 
 LAYOUTS = ["expert_padded", "contiguous_128"]
 GRID = [(dp, tp) for dp in (1, 2, 4) for tp in (1, 2)]
@@ -101,6 +102,16 @@ def test_any_routing_gloo_and_the_same_bits_as_virtual(gloo_pool, virtual_pool, 
 @given(data=st.data())
 def test_any_routing_by_kernels_and_the_same_bits_as_virtual(kernel_pool, virtual_pool, data):
     agree(kernel_pool, virtual_pool, data.draw(scenarios(kernel_pool.sizes)))
+
+
+@pytest.mark.parametrize("kind", ["emulated", "emulated-flags"])
+def test_all_ranks_in_one_launch_as_on_a_gpu(kind):
+    if why := missing():
+        pytest.skip(why)
+    pool = ThreadPool(kind, (4,), emulation(), one_launch=True)
+    for payload in ("bf16", "fp8"):
+        run(pool, Scenario(dp=2, tp=2, tokens=(7, 4), payload=payload, hidden=144, seed=SEED))
+    pool.stop()
 
 
 def whole_with(rank: Rank, s: Scenario, returns: str, reference: torch.Tensor) -> None:

@@ -98,18 +98,20 @@ template <class T> T __shfl_down_sync(unsigned, T value, int d) {
 
 namespace moelab {
 using u64 = unsigned long long;
-// 16 bytes as one access: aligned SSE loads and stores are single on processors with AVX.
+// 16 bytes as one access: an aligned movdqa is single on processors with AVX. In assembly, since a compiler is free to
+// take an intrinsic apart.
 inline uint4 load_whole(const void* p) {
   emulate::pause();
-  const __m128i v = _mm_load_si128(static_cast<const __m128i*>(p));
-  asm volatile("" ::: "memory");
+  __m128i v;
+  asm volatile("movdqa %1, %0" : "=x"(v) : "m"(*static_cast<const __m128i*>(p)) : "memory");
   uint4 u;
   memcpy(&u, &v, sizeof u);
   return u;
 }
-inline void store_whole(void* p, const uint4& v) {
-  asm volatile("" ::: "memory");
-  _mm_store_si128(static_cast<__m128i*>(p), _mm_set_epi32((int)v.w, (int)v.z, (int)v.y, (int)v.x));
+inline void store_whole(void* p, const uint4& u) {
+  __m128i v;
+  memcpy(&v, &u, sizeof v);
+  asm volatile("movdqa %1, %0" : "=m"(*static_cast<__m128i*>(p)) : "x"(v) : "memory");
 }
 u64 now_ns();
 inline u64 load_acquire(const u64* p) { emulate::pause(); return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
