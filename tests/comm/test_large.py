@@ -15,14 +15,14 @@ from tests.conftest import SEED
 from tests.pool import Rank
 
 
-def exchange(rank: Rank, spec: ExchangeSpec, tokens: int, returns: str, seed: int) -> None:
+def exchange(rank: Rank, spec: ExchangeSpec, tokens: int, options: dict, seed: int) -> None:
+    """Two fused exchanges with these options of `Nvshmem`."""
     group = rank.groups[spec.parallel.ep]
     group = group if isinstance(group, Nvshmem) else Nvshmem(group)
     arguments = dataclasses.asdict(spec) | {"parallel": spec.parallel}
     mine = rank.index // spec.parallel.tp
-    with AllToAll(
-        **arguments, group=dataclasses.replace(group, returns=returns), device=rank.device, timeout_s=20
-    ) as a2a:
+    group, returns = dataclasses.replace(group, **options), options.get("returns", "rows")
+    with AllToAll(**arguments, group=group, device=rank.device, timeout_s=20) as a2a:
         for round_ in range(2):
             inputs = oracle.draw(spec, tokens, seed + round_, rank.device)
             h, rows, row_scales, counts = a2a.dispatch(*inputs.of(mine))
@@ -48,27 +48,34 @@ def spec_of(pool, ep: int, max_tokens: int, **options) -> ExchangeSpec:
     return ExchangeSpec(ParallelConfig(ep, 1), max_tokens=max_tokens, payload="fp8", slots=1, **sizes | options)
 
 
-def check(pool, spec: ExchangeSpec, tokens: int, returns: str) -> None:
+def check(pool, spec: ExchangeSpec, tokens: int, **options) -> None:
     if spec.parallel.ep not in pool.sizes:
         pytest.skip(f"a pool of {pool.size} {pool.kind} ranks has no group of {spec.parallel.ep}")
-    pool.run(exchange, spec, tokens, returns, SEED + 17, ranks=spec.parallel.ep)
+    pool.run(exchange, spec, tokens, options, SEED + 17, ranks=spec.parallel.ep)
 
 
 @pytest.mark.parametrize("returns", ["rows", "f32", "bf16"])
 def test_a_decode_batch(kernel_pool, returns):
     tokens = 9 if kernel_pool.kind.startswith("emulated") else 128
     spec = spec_of(kernel_pool, kernel_pool.up_to(8), tokens, scales="column_tma")
-    check(kernel_pool, spec, tokens, returns)
+    check(kernel_pool, spec, tokens, returns=returns)
+
+
+@pytest.mark.parametrize("packets", [True, False])
+@pytest.mark.parametrize("num_blocks, send_blocks", [(1, 0), (3, 1), (5, 4)])
+def test_any_number_of_blocks_and_some_that_only_send(kernel_pool, num_blocks, send_blocks, packets):
+    spec = spec_of(kernel_pool, kernel_pool.up_to(4), 20, hidden=256)
+    check(kernel_pool, spec, 17, num_blocks=num_blocks, send_blocks=send_blocks, packets=packets)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ep", [16, 32])
 def test_many_ranks_on_one_gpu(kernel_pool, ep):
-    check(kernel_pool, spec_of(kernel_pool, ep, 32), 32, "rows")
+    check(kernel_pool, spec_of(kernel_pool, ep, 32), 32)
 
 
 @pytest.mark.parametrize("returns", ["rows", "bf16"])
 def test_a_prefill_batch(kernel_pool, returns):
     tokens = 70 if kernel_pool.kind.startswith("emulated") else 4096
     spec = spec_of(kernel_pool, kernel_pool.up_to(4), tokens, layout="contiguous_128")
-    check(kernel_pool, spec, tokens, returns)
+    check(kernel_pool, spec, tokens, returns=returns)
