@@ -4,7 +4,7 @@
 |---|---|---|
 | virtual | threads | a mailbox |
 | emulated, emulated-flags | threads | the kernels' source on the CPU, by packets and by flags |
-| gpu-virtual, gpu-virtual-flags | threads | the kernels, all ranks in one launch on one GPU |
+| gpu-virtual, gpu-virtual-flags | threads | the kernels, all ranks in one launch on one GPU: only fused forms wait |
 | gloo, gloo-cuda, nccl | processes | torch.distributed, the second staged through the host |
 | nvshmem, nvshmem-flags | processes, one or more on a GPU | the kernels, into mapped memory |
 | nvshmem-half, nvshmem-puts | likewise | half of the peers, or all, by NVSHMEM puts |
@@ -47,6 +47,11 @@ class Rank:
     @property
     def kernels(self) -> bool:
         return moves_by_kernels(self.kind)
+
+    @property
+    def closes_together(self) -> bool:
+        """Whether closing an exchange waits for the others, so that a rank cannot do it while another still works."""
+        return self.kind.startswith(("nccl", "nvshmem"))
 
     def exchange(self, dp: int, tp: int, *args, **options) -> AllToAll:
         options = {"timeout_s": 30, "device": self.device, "group": self.groups.get(dp * tp)} | options

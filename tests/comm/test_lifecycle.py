@@ -350,7 +350,7 @@ def close_twice(rank: Rank, s: Scenario) -> None:
         cases.send(rank, a2a, s)
     dropped = s.construct(rank)
     cases.whole(rank, dropped, s)
-    if rank.index == 0 and rank.kind != "nccl":
+    if rank.index == 0 and not rank.closes_together:
         del dropped  # never closed: forgetting one must not wait for anybody
         gc.collect()
     else:
@@ -369,17 +369,24 @@ def until_combine_send(rank: Rank, s: Scenario) -> None:
 
 
 def finish_and_close(rank: Rank, s: Scenario) -> None:
-    a2a = rank.state.pop("a2a")
+    a2a = rank.state["a2a"]
     cases.finish(rank, a2a, s, rank.state.pop("h"))
-    if rank.kind != "nccl":  # closing that is collective: a rank cannot do it while another still works
+    if not rank.closes_together:
         a2a.close()
 
 
+def close(rank: Rank) -> None:
+    rank.state.pop("a2a").close()
+
+
 def test_a_rank_that_closes_early_takes_nothing_from_the_others(pool):
+    if pool.kind.startswith("gpu-virtual"):
+        pytest.skip("the halves of virtual ranks on a GPU are one launch: every call is a meeting")
     s = scenario(pool, 4, masked=0.0)
     pool.run(until_combine_send, s, ranks=s.ep)
     for rank in range(s.ep):
         pool.submit(rank, finish_and_close, s).result(20)
+    pool.run(close, ranks=s.ep)
 
 
 def differing(rank: Rank, s: Scenario) -> str:

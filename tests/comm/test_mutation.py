@@ -7,6 +7,7 @@ import pytest
 from tests.comm import cases
 from tests.comm.emulation import emulation, missing
 from tests.comm.scenario import Scenario
+from tests.comm.test_stress import rounds_of
 from tests.conftest import SEED
 from tests.pool import Rank, RankError, ThreadPool
 
@@ -37,3 +38,10 @@ def test_without_its_waits_an_exchange_is_wrong(hasty, protocol, dp, tp, payload
     with pytest.raises(RankError):
         for _ in range(5):  # it may be lucky once
             hasty[protocol].run(twice, s, ranks=s.ep)
+
+
+@pytest.mark.parametrize("protocol", ["emulated", "emulated-flags"])
+def test_without_its_waits_the_stress_run_counts_differences(hasty, protocol):
+    with pytest.raises((RankError, AssertionError)):  # RankError where the very first exchange was wrong
+        for _ in range(3):
+            assert hasty[protocol].run(rounds_of, 2, 1, "rows", 5, 40, ranks=2) == [0, 0]
