@@ -126,12 +126,29 @@ def whole(rank: Rank, a2a: AllToAll, s: Scenario, dtype=torch.float32, poisoned:
     return finish(rank, a2a, s, h, dtype)
 
 
+def fused(rank: Rank, a2a: AllToAll, s: Scenario) -> Tensor:
+    """One exchange in two calls, arguments overwritten after each."""
+    g = mine(rank, s)
+    h, *received = a2a.dispatch(g.x, g.ids, g.weights, g.scales)
+    for t in (g.x, g.weights, g.scales):
+        nan_(t)
+    a2a.check()
+    y = experts(s, rank.index, h, *received)
+    out = torch.full(g.x.shape, torch.nan, device=rank.device)
+    a2a.combine(h, y, out)
+    nan_(y)
+    a2a.check()
+    check_out(s, s.groups()[rank.index // s.tp], out)
+    return out
+
+
 def check_exchange(rank: Rank, s: Scenario) -> tuple[int, torch.Tensor]:
     """Everything about one scenario. Returns (rows received, result)."""
     with s.construct(rank) as a2a:
         first = whole(rank, a2a, s)
         again = whole(rank, a2a, s, poisoned=True)  # the slot's buffers now hold NaN
         assert same_bits(again, first), "the same input gave other bits"
+        assert same_bits(fused(rank, a2a, s), first), "the fused forms gave other bits"
         rounded = whole(rank, a2a, s, dtype=torch.bfloat16)
         assert same_bits(rounded, first.to(torch.bfloat16)), "not rounded once from float32"
         if rank.device.type == "cpu":
