@@ -21,13 +21,6 @@
    stores to its own memory are performed. Blocks of one kernel are not ordered with each other at all.
 5. *No store is issued before the branch that leads to it is decided.* Hence a line that has been seen to carry the
    number of an exchange orders the reader's next stores after it, also where the load is relaxed.
-
-**How the search stays small without leaving anything out.** A store is appended to a list of the address, and it is
-the *reader* who chooses how much of the list has landed. Issuing early only adds to that choice, so stores are issued
-as soon as the block gets there; the order in which ranks choose their routing is of no consequence. What a block waits
-for between two of its effects it takes in one step, when the last of it is there: to look later can only show more
-faults. What is branched over is the order of these steps of all blocks, what each sees, and the routing. A landed line
-whose number nobody will ask for any more is forgotten.
 """
 
 from __future__ import annotations
@@ -48,8 +41,8 @@ class Wrong(Exception):
 @dataclass(frozen=True)
 class Model:
     """`tokens`: the most a rank sends itself (a group of tp ranks has tp times as many). `routes`: destinations that a
-    rank chooses from in each exchange, a tuple of sets, one for each token; None: all there are. `broken`: the safeguard
-    that is taken out; test_protocol.py says what each is."""
+    rank chooses from in each exchange, a tuple of sets, one for each token; None: all there are. `broken`: what is
+    taken out, see test_protocol.py."""
 
     ranks: int = 2
     tp: int = 1

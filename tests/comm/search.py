@@ -1,4 +1,12 @@
-"""Every reachable state of a `Model` (protocol.py), and the first fault with the steps that lead to it."""
+"""Every reachable state of a `Model` (protocol.py), and the first fault with the steps that lead to it.
+
+**How the search stays small without leaving anything out.** A store is appended to a list of the address, and it is
+the *reader* who chooses how much of the list has landed. Issuing early only adds to that choice, so stores are issued
+as soon as the block gets there; the order in which ranks choose their routing is of no consequence. What a block waits
+for between two of its effects it takes in one step, when the last of it is there: to look later can only show more
+faults. What is branched over is the order of these steps of all blocks, what each sees, and the routing. A landed line
+whose number nobody will ask for any more is forgotten.
+"""
 
 from __future__ import annotations
 
