@@ -20,19 +20,42 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   const int stride = p.notice_stride, words = (n + 31) / 32;
   for (int i = threadIdx.x; i < experts * stride; i += blockDim.x) bits[i] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < n * K; i += blockDim.x) {
-    const int t = i / K;
-    const int e = r.load_id(t, i % K);
-    if (e >= first && e < first + experts) atomicOr(&bits[(e - first) * stride + t / 32], 1u << t % 32);
-  }
-  __syncthreads();
-  if (threadIdx.x < experts) {
-    uint32_t total = 0;
-    for (int w = 0; w < words; ++w) {
-      before[threadIdx.x * stride + w] = total;
-      total += __popc(bits[threadIdx.x * stride + w]);
+  // Pairs (t, k) in batches, whose ids are asked for together. Most are not ours: what costs is left to `act`.
+  const auto for_pairs = [&](auto&& act) {
+    const bool dense = r.call.ids_stride[1] == 1 && r.call.ids_stride[0] == K;
+#pragma unroll 1
+    for (int i0 = threadIdx.x; i0 < n * K; i0 += kAtOnce * blockDim.x) {
+      int e[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int i = i0 + u * blockDim.x;
+        e[u] = i >= n * K ? -3 : dense ? r.load_id(0, i) : r.load_id(i / K, i % K);
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u)
+        if (e[u] >= first ? e[u] < first + experts : e[u] > -3 && part == 0) act(i0 + u * blockDim.x, e[u]);
     }
-    rows_of[threadIdx.x] = total;
+  };
+  for_pairs([&](int i, int e) {
+    const int t = i / K;
+    if (e >= 0) atomicOr(&bits[(e - first) * stride + t / 32], 1u << t % 32);
+  });
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  for (int expert = threadIdx.x / 32; expert < experts; expert += blockDim.x / 32) {
+    uint32_t total = 0;
+    for (int w0 = 0; w0 < words; w0 += 32) {
+      const int w = w0 + lane;
+      const uint32_t here = w < words ? __popc(bits[expert * stride + w]) : 0;
+      uint32_t up_to = here;
+      for (int d = 1; d < 32; d *= 2) {
+        const uint32_t other = __shfl_up_sync(0xffffffffu, up_to, d);
+        if (lane >= d) up_to += other;
+      }
+      if (w < words) before[expert * stride + w] = total + up_to - here;
+      total += __shfl_sync(0xffffffffu, up_to, 31);
+    }
+    if (lane == 0) rows_of[expert] = total;
   }
   __syncthreads();
 
@@ -40,25 +63,23 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
     uint8_t* slot = r.slot_of(q);
     return slot != nullptr ? slot + p.header + me * p.notice_bytes : r.mine() + p.out_notice + q * p.notice_bytes;
   };
-  for (int i = threadIdx.x; i < n * K; i += blockDim.x) {
-    const int t = i / K, k = i % K;
-    if (t % tp != me % tp) continue;
-    const int e = r.load_id(t, k);
-    if (e < 0 ? part != 0 : e < first || e >= first + experts) continue;
+  for_pairs([&](int i, int e) {
+    const int t = i / K, k = i - t * K;
+    if (t % tp != r.tp_rank(me)) return;
     Entry entry{kNowhere, 0.f};
     int to = -1;
     uint32_t local = kNowhere;
     if (e >= 0) {
       const int at = (e - first) * stride + t / 32;
       const uint32_t place = before[at] + __popc(bits[at] & ((1u << t % 32) - 1));
-      to = e / L;
-      local = (uint32_t)(e % L) << kPositionBits | place;
+      to = r.rank_of(e);
+      local = (uint32_t)(e - to * L) << kPositionBits | place;
       entry = {kForeign | (uint32_t)to, r.load_weight(t, k)};
     }
     const int64_t offset = p.notice_entries + 8 * ((int64_t)(t / tp) * K + k);
     for (int q = 0; q < p.ranks; ++q)
       *r.template at<Entry>(notice_at(q), offset) = {q == to ? local : entry.where, entry.weight};
-  }
+  });
   for (int i = threadIdx.x; i < experts; i += blockDim.x) {
     const int e = first + i;
     r.template at<uint32_t>(notice_at(e / L), 8)[e % L] = rows_of[i];
@@ -76,14 +97,17 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   __syncthreads();
 }
 
-// A warp to a token. `warp` of `warps` that send.
+// A warp to a token; a block's tokens of a round are released together. For a release at system scope waits until all that
+// its SM has stored is acknowledged, about 2 µs over NVLink, and the releases of an SM wait for each other: one for each
+// token held 48 SMs to 155 GB/s of the 350 that 8 of them can store (two H200).
 template <class Link, bool kQuantize>
-__device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
+__device__ void send_tokens(const Rank<Link>& r, int n, int block, int blocks) {
+  __shared__ u64 flag_of[2][kFlagThreads / 32][32];
   const Plan& p = r.plan;
   const MoelabCall& c = r.call;
   const int K = p.shape.top_k, tp = p.shape.tp, me = c.rank, lane = threadIdx.x % 32;
-  const int count = r.source_tokens(n, me);
-  for (int j = warp; j < count; j += warps) {
+  const int count = r.source_tokens(n, me), warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const auto send = [&](int j) -> u64 {  // the flag that this lane's rank waits for, or 0
     const int t = j * tp + r.tp_rank(me), e = lane < K ? r.load_id(t, lane) : -1, rank = e < 0 ? -1 : r.rank_of(e);
     const unsigned same = __match_any_sync(0xffffffffu, rank);
     const bool leads = rank >= 0 && __ffs(same) - 1 == lane;
@@ -150,24 +174,34 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
         write(p.row_units + i, scales);
       }
     }
-    __syncwarp();
-    if (leads && slot != nullptr)
-      store_release(r.template at<u64>(slot, p.staged_flag) + (int64_t)me * p.per_source + j, r.epoch);
     if constexpr (Link::remote) {
       if (put) r.link.before_puts();
       for (unsigned left = put; left; left &= left - 1)
         r.link.put_warp(r, __shfl_sync(0xffffffffu, rank, __ffs(left) - 1), row, p.out_staged + j * p.staged_bytes,
                         p.staged_bytes, p.staged_flag + 8 * ((int64_t)me * p.per_source + j));
     }
+    return leads && slot != nullptr ? (u64)(r.template at<u64>(slot, p.staged_flag) + (int64_t)me * p.per_source + j) : 0;
+  };
+  int round = 0;
+#pragma unroll 1
+  for (int j0 = 0; j0 < count; j0 += warps * blocks, ++round) {
+    const int j = j0 + warp * blocks + blocks - 1 - block;  // notifying blocks, the first, get their tokens last
+    flag_of[round & 1][warp][lane] = j < count ? send(j) : 0;
+    __syncthreads();
+    if (warp != round % warps) continue;
+    __threadfence_system();
+#pragma unroll 1
+    for (int w = 0; w < warps; ++w)
+      if (const u64 flag = flag_of[round & 1][w][lane]) store_relaxed(reinterpret_cast<u64*>(flag), r.epoch);
   }
 }
+
 
 // Of `blocks`, the first write notices and then send like all others.
 template <class Link, bool kQuantize>
 __device__ void send_flagged(const Rank<Link>& r, int n, int block, int blocks) {
   for (int part = block; part < r.plan.notice_blocks; part += blocks) notify(r, n, part);
-  const int warps = blockDim.x / 32;
-  send_tokens<Link, kQuantize>(r, n, threadIdx.x / 32 * blocks + (blocks - 1 - block), warps * blocks);
+  send_tokens<Link, kQuantize>(r, n, block, blocks);
 }
 
 template <class Link>

@@ -11,7 +11,7 @@ struct One {
   MoelabCall call;
   Link link;
   __device__ Rank<Link> rank(const Plan& plan) const {
-    return {plan, call, link, (int)blockIdx.x, (int)gridDim.x, 0, 0, 0, nullptr, false};
+    return {plan, call, link, (int)blockIdx.x, (int)gridDim.x, 0, 0, 0, 0, 0, nullptr, false};
   }
 };
 template <class Link_>
@@ -21,7 +21,7 @@ struct Many {
   int blocks;
   Link link;
   __device__ Rank<Link> rank(const Plan& plan) const {
-    return {plan, calls[blockIdx.x / blocks], link, (int)blockIdx.x % blocks, blocks, 0, 0, 0, nullptr, false};
+    return {plan, calls[blockIdx.x / blocks], link, (int)blockIdx.x % blocks, blocks, 0, 0, 0, 0, 0, nullptr, false};
   }
 };
 
@@ -30,15 +30,17 @@ __global__ void __launch_bounds__(kDispatchThreads, 4)
     dispatch_by_packets(const __grid_constant__ Plan plan, const __grid_constant__ Ranks ranks) {
   auto r = ranks.rank(plan);
   r.begin(kHalves & MOELAB_SEND);
-  if (__syncthreads_or(r.bad)) return;
   if constexpr (kHalves & MOELAB_SEND) {
     const int n = r.tokens_to_send();
-    if (r.block == r.blocks - 1) send_header(r, n);
-    send_packets<typename Ranks::Link, kQuantize>(r, n);
+    if (r.block == r.blocks - 1 && !send_header(r, n)) return;
+    if (!send_packets<typename Ranks::Link, kQuantize>(r, n)) return;
     if (plan.shape.tp > 1) r.remember_home(n, r.block, r.blocks);
     if (r.block == 0 && threadIdx.x == 0) *r.tokens() = n;
   }
-  if constexpr (kHalves & MOELAB_RECV) receive_packets(r);
+  if constexpr (kHalves & MOELAB_RECV) {
+    r.settle(false);
+    receive_packets(r);
+  }
 }
 
 template <class Ranks, int kHalves, class Y, int kReturns>
@@ -49,8 +51,14 @@ __global__ void __launch_bounds__(kCombineThreads, 4)
   // What the second half begins with is asked for before the first.
   const int n = *r.tokens(), first = r.block / plan.combine_parts;
   const Entry home = first < plan.shape.max_tokens ? home_of(r, first) : Entry{kNowhere, 0.f};
-  if (__syncthreads_or(r.bad)) return;
-  if constexpr (kHalves & MOELAB_SEND) return_packets<typename Ranks::Link, Y, kReturns>(r);
+  if constexpr (kHalves & MOELAB_SEND) {
+    if (r.block == r.blocks - 1) {
+      r.settle(false);
+      r.entered_by_me();
+    }
+    return_packets<typename Ranks::Link, Y, kReturns>(r);
+  }
+  r.settle(false);
   if constexpr (kHalves & MOELAB_RECV)
     if (gather_packets<typename Ranks::Link, Y, kReturns>(r, n, home)) r.end_exchange();
 }
@@ -66,6 +74,7 @@ __global__ void __launch_bounds__(kFlagThreads, 1)
     dispatch_by_flags(const __grid_constant__ Plan plan, const __grid_constant__ Ranks ranks) {
   auto r = ranks.rank(plan);
   r.begin(kHalves & MOELAB_SEND);
+  r.settle(kHalves & MOELAB_SEND);
   if (__syncthreads_or(r.bad)) return;
   const int split = sending_blocks(r, kHalves);
   if constexpr (kHalves & MOELAB_SEND)
@@ -84,6 +93,7 @@ __global__ void __launch_bounds__(kFlagThreads, 1)
     combine_by_flags(const __grid_constant__ Plan plan, const __grid_constant__ Ranks ranks) {
   auto r = ranks.rank(plan);
   r.begin(false);
+  r.settle(false);
   if (__syncthreads_or(r.bad)) return;
   const int split = sending_blocks(r, kHalves);
   if constexpr (kHalves & MOELAB_SEND)

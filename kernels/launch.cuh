@@ -1,6 +1,9 @@
 // Which kernel a shape and a call ask for, and how it is launched.
 #pragma once
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <tuple>
 
 #include "kernels.cuh"
 
@@ -67,18 +70,23 @@ Kernel pick(const Plan& p, int what, int halves, bool quantize) {
 
 inline int prepare(const Kernel& k) {
   if (k.function == nullptr) return cudaErrorInvalidValue;
-  if (k.shared <= 16 * 1024) return 0;  // with what is static, within 48 KiB
+  if (k.shared <= 12 * 1024) return 0;  // with what is static, within 48 KiB
   return cudaFuncSetAttribute(k.function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)k.shared);
 }
 
-// Blocks of it that are on the current GPU at once, or -cudaError_t.
+// Blocks of it that are on the current GPU at once, or -cudaError_t. Asked for in every launch, answered from memory.
 inline int most_blocks(const Kernel& k) {
+  static std::mutex one;
+  static std::map<std::tuple<int, const void*, size_t>, int> known;
   int device, sms, each;
-  if (int e = prepare(k)) return -e;
   if (cudaError_t e = cudaGetDevice(&device)) return -e;
+  const std::lock_guard<std::mutex> guard(one);
+  int& blocks = known[{device, k.function, k.shared}];
+  if (blocks > 0) return blocks;
+  if (int e = prepare(k)) return -e;
   if (cudaError_t e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return -e;
   if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, k.function, k.threads, k.shared)) return -e;
-  return sms * each;
+  return blocks = sms * each;
 }
 
 template <class Ranks>

@@ -113,20 +113,21 @@ __device__ __forceinline__ Coming coming_of(const Rank<Link>& r, const Entry& en
 // Every warp for itself: a thread has one unit of a part of a token, and all of its rows in flight. Tokens of other ranks
 // come first: what travels to them is on its way while our own are summed.
 template <class Link, class Y, int kReturns>
-__device__ void return_packets(const Rank<Link>& r) {
+__device__ void return_packets(Rank<Link>& r) {
   using P = Part<Y, kReturns>;
   using Raw = typename P::Raw;
   constexpr int kAtOnce = kReturns == MOELAB_RETURN_ROWS ? 1 : 8;
   const Plan& p = r.plan;
   const int tp = p.shape.tp, units = p.returned_units, parts = p.combine_parts;
-  if (r.block == r.blocks - 1) r.entered_by_me();
 #pragma unroll 1
   for (int number = r.block; number < p.ranks * p.per_source * parts; number += r.blocks) {
     const Piece piece(p, number, parts);
     const int s = piece.rank(r, tp == 1 ? 1 : 0), unit = piece.part * kCombineThreads + threadIdx.x;
     const uint32_t at = s * p.per_source + piece.j;
     const int there = r.tokens_of()[s];
-    Term term = term_of<kReturns>(r, at);
+    const Term term = term_of<kReturns>(r, at);
+    r.settle(false);
+    if (r.bad) return;
     if (piece.j >= there || term.counts == 0) continue;
     const u64 row = (u64)(reinterpret_cast<const Raw*>(r.call.y) + (int64_t)term.row * units);
     const int group = r.group_of(s), token = tp == 1 ? piece.j : piece.j * tp + s - group * tp;
@@ -177,7 +178,7 @@ __device__ bool gather_packets(const Rank<Link>& r, int n, Entry home) {
   constexpr int kAtOnce = 2;
   const Plan& p = r.plan;
   const int units = p.returned_units, parts = p.combine_parts;
-  bool ok = true;
+  bool ok = !r.bad;
 #pragma unroll 1
   for (int number = r.block; number < n * parts && ok; number += r.blocks) {
     const int t = number / parts, unit = (number - t * parts) * kCombineThreads + threadIdx.x;

@@ -6,9 +6,9 @@
 namespace moelab {
 
 // Tells every rank how many rows of our group each of its experts gets. One block; a warp takes as many tokens at a time
-// as fit it with all their experts, so that an expert named twice is seen there.
+// as fit it with all their experts, so that an expert named twice is seen there. False: leave.
 template <class Link>
-__device__ void send_header(const Rank<Link>& r, int n) {
+__device__ bool send_header(Rank<Link>& r, int n) {
   __shared__ uint32_t rows_of[kMaxHeaderExperts];
   constexpr int kPasses = 4;
   const Plan& p = r.plan;
@@ -35,7 +35,8 @@ __device__ void send_header(const Rank<Link>& r, int n) {
       if (expert[i] >= 0 && __ffs(same) - 1 == lane) atomicAdd(&rows_of[expert[i]], 1u);
     }
   }
-  __syncthreads();
+  r.settle(true);
+  if (__syncthreads_or(r.bad)) return false;
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.ranks * p.header_lines; i += blockDim.x) {
     const int q = i / p.header_lines, line = i - q * p.header_lines;
@@ -47,6 +48,7 @@ __device__ void send_header(const Rank<Link>& r, int n) {
     }
     store_whole(r.header(r.slot_of(q), r.call.rank) + line, {word[0], word[1], word[2], r.tag()});
   }
+  return true;
 }
 
 // A piece of work: a part of token j of the d-th rank from some first one on. A rank has plan.ranks * per_source * parts.
@@ -67,14 +69,16 @@ struct Piece {
 
 // A part of a token to each distinct rank, by every warp for itself; then, since they take longer to find, the token's
 // places among its experts' rows, to every rank. A place is the number of earlier tokens of the group with that expert:
-// no atomic hands it out, so the order of rows is always the same.
+// no atomic hands it out, so the order of rows is always the same. False: leave.
 template <class Link, bool kQuantize>
-__device__ void send_packets(const Rank<Link>& r, int n) {
+__device__ bool send_packets(Rank<Link>& r, int n) {
+  __shared__ uint4 pairs_of_eight[kMaxPairs / 8 + 1];
   __shared__ uint32_t place_of[kMaxTopK];
   __shared__ float scale_of[kQuantize ? kDispatchThreads / 8 : 1];
   const Plan& p = r.plan;
   const MoelabCall& c = r.call;
   const int K = p.shape.top_k, me = c.rank, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint16_t* const pairs = reinterpret_cast<uint16_t*>(pairs_of_eight);
   const int count = r.source_tokens(n, me) * p.dispatch_parts, tp_rank = r.tp_rank(me);
 #pragma unroll 1
   for (int number = r.block; number < count; number += r.blocks) {
@@ -93,7 +97,27 @@ __device__ void send_packets(const Rank<Link>& r, int n) {
     const bool scaled = at_scale < part_scales && p.row_units + scale < p.image_units;
     uint4 scales{};
     if (!kQuantize && scaled) scales = scale_unit(p, c.scales + t * c.scales_stride, scale, p.scales_per_row);
-    if (threadIdx.x < K) place_of[threadIdx.x] = 0;
+    // The experts of the tokens before ours, each once for a token; a warp takes as many tokens as fit it, and as many
+    // times that as hide the latency of one.
+    const int theirs = lane * p.k_reciprocal >> 16, their_k = lane - theirs * K;
+    constexpr int kPasses = 4;
+#pragma unroll 1
+    for (int t0 = warp * p.warp_tokens; t0 < t; t0 += kPasses * kDispatchThreads / 32 * p.warp_tokens) {
+      int id[kPasses];
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int other = t0 + i * (kDispatchThreads / 32) * p.warp_tokens + theirs;
+        id[i] = theirs < p.warp_tokens && other < t ? r.load_id(other, their_k) : -3;
+      }
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        const int other = t0 + i * (kDispatchThreads / 32) * p.warp_tokens + theirs;
+        const unsigned with = __match_any_sync(0xffffffffu, id[i] < 0 ? -1 : theirs << 16 | id[i]);
+        if (id[i] != -3) pairs[other * K + their_k] = id[i] >= 0 && __ffs(with) - 1 == lane ? id[i] : 0xffff;
+      }
+    }
+    if (threadIdx.x < 8) pairs[t * K + threadIdx.x] = 0xffff;
+    r.settle(true);
 
     const int rank = e < 0 ? -1 : r.rank_of(e);
     const unsigned same = __match_any_sync(0xffffffffu, rank);
@@ -110,7 +134,7 @@ __device__ void send_packets(const Rank<Link>& r, int n) {
       if (scaled) scales = scale_unit(p, scale_of, at_scale, p.scales_per_row - first);
     }
 #pragma unroll 1
-    for (unsigned left = leaders; left; left &= left - 1) {
+    for (unsigned left = r.bad ? 0 : leaders; left; left &= left - 1) {
       uint4* to = reinterpret_cast<uint4*>(__shfl_sync(0xffffffffu, target, __ffs(left) - 1));
       if (valid) send_unit(to + unit, v);
       if (scaled) send_unit(to + p.row_units + scale, scales);
@@ -120,30 +144,21 @@ __device__ void send_packets(const Rank<Link>& r, int n) {
       r.home(t)[lane] = {e < 0 ? kNowhere : (uint32_t)e, e < 0 ? 0.f : weight};
     }
 
-    __syncthreads();
+    if (__syncthreads_or(r.bad)) return false;
+    // A warp to one of the experts: who has it before us?
 #pragma unroll 1
-    for (int token = threadIdx.x; token - lane < t; token += kDispatchThreads) {
-      uint32_t hits = 0, places = 0;  // a bit for each of our experts that the token has; of lane k's expert, in this warp
+    for (int m = warp; m < K; m += kDispatchThreads / 32) {
+      const uint32_t mine = __shfl_sync(0xffffffffu, e, m);
+      int places = 0;
 #pragma unroll 1
-      for (int k0 = 0; k0 < K; k0 += 8) {
-        int theirs[8];
+      for (int v = lane; 8 * v < t * K; v += 32) {
+        const uint4 eight = pairs_of_eight[v];
+        const uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-        for (int k = 0; k < 8; ++k) theirs[k] = token < t && k0 + k < K ? r.load_id(token, k0 + k) : -1;
-#pragma unroll 1
-        for (int m = 0; m < K; ++m) {
-          const int mine = __shfl_sync(0xffffffffu, e, m);
-          bool hit = false;
-#pragma unroll
-          for (int k = 0; k < 8; ++k) hit |= theirs[k] == mine;
-          hits |= (uint32_t)hit << m;
-        }
+        for (int w = 0; w < 4; ++w) places += ((two[w] & 0xffffu) == mine) + (two[w] >> 16 == mine);
       }
-#pragma unroll 1
-      for (int k = 0; k < K; ++k) {
-        const unsigned with = __ballot_sync(0xffffffffu, hits >> k & 1);
-        if (lane == k) places = __popc(with);
-      }
-      if (places) atomicAdd(&place_of[lane], places);
+      for (int d = 16; d; d /= 2) places += __shfl_xor_sync(0xffffffffu, places, d);
+      if (lane == 0) place_of[m] = places;
     }
     __syncthreads();
     const uint32_t place = lane < K ? place_of[lane] : 0;
@@ -161,6 +176,7 @@ __device__ void send_packets(const Rank<Link>& r, int n) {
     }
     __syncthreads();  // the places are counted anew
   }
+  return true;
 }
 
 template <class Link>

@@ -46,6 +46,7 @@ constexpr int kDispatchThreads = 256, kCombineThreads = 224, kFlagThreads = 512;
 #endif
 constexpr int kMaxTopK = 32;         // one lane of a warp for each expert of a token
 constexpr int kMaxHeaderExperts = 2048;  // counted in the shared memory of one block (packets)
+constexpr int kMaxPairs = 8192;          // (token, expert) pairs of a group, kept in shared memory (packets)
 constexpr int kNoticeWords = 4096;   // of shared memory for token bits in a notifying block: 16 KiB, 8 KiB of prefixes
 constexpr int kPositionBits = 20;    // of an entry; the rest names the local expert
 constexpr uint32_t kNowhere = 0xffffffffu;
@@ -92,6 +93,7 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
     if (s.max_tokens > MOELAB_MOST_PACKETS) return "packets serve at most 512 tokens";
     if (s.payload == MOELAB_F32) return "packets carry bfloat16 outputs only";
     if (s.experts > kMaxHeaderExperts) return "packets serve at most 2048 experts";
+    if (s.max_tokens * s.top_k > kMaxPairs) return "packets serve at most 8192 experts of all tokens of a group";
   }
   p.per_source = (s.max_tokens + s.tp - 1) / s.tp;
   const int value_bytes = s.payload == MOELAB_FP8 ? 1 : s.payload == MOELAB_BF16 ? 2 : 4;
@@ -117,7 +119,9 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
 
   p.notice_stride = ((s.max_tokens + 31) / 32) | 1;  // odd: threads that walk experts side by side meet no bank twice
   p.notice_experts = kNoticeWords / p.notice_stride;
-  if (p.notice_experts > s.experts) p.notice_experts = s.experts;
+  // More blocks find the places sooner, but where tokens are few each of them costs more than it finds.
+  const int spread = s.max_tokens > 1024 ? (s.experts + 63) / 64 : s.experts;
+  if (p.notice_experts > spread) p.notice_experts = spread;
   if (p.notice_experts > kFlagThreads) p.notice_experts = kFlagThreads;
   p.notice_blocks = (s.experts + p.notice_experts - 1) / p.notice_experts;
   p.notice_entries = round_up(8 + 4 * (int64_t)p.local_experts, 16);

@@ -109,6 +109,7 @@ struct Rank {
   const Link& link;
   int block, blocks;
   u64 epoch, window_of;  // window_of: lane q has rank q's window, or null
+  u64 failure, entered;  // as begin found them
   int64_t slot_offset;
   uint8_t* own_state;
   bool bad;              // this thread has seen a failure; its block leaves as one at the next barrier that asks
@@ -155,25 +156,31 @@ struct Rank {
     return tp == 1 ? tokens : tokens > first ? (tokens - first + tp - 1) / tp : 0;
   }
 
-  // Everything that a launch begins with is asked for at once, by every warp for itself. One that sends waits for the one
-  // barrier: that every rank has ended reading what the last exchange of this slot brought it. `bad` is one for a warp.
+  // What a launch begins with is asked for by `begin` and looked at by `settle`, so that a kernel can ask for more in
+  // between. Both are for every warp by itself, and `bad` is one for a warp. A kernel that sends waits for the one barrier
+  // before it stores anything to a peer: that every rank has ended reading what the last exchange of this slot brought it.
   __device__ void begin(bool sends) {
     wait_for_grid_before();
     let_next_grid_in();
     const int lane = threadIdx.x % 32;
     slot_offset = call.slot * plan.slot_bytes, own_state = call.state + call.slot * plan.state_slot_bytes;
     window_of = lane < plan.ranks ? __ldg(reinterpret_cast<const u64*>(call.windows) + lane) : 0;
-    const u64* entered = at<u64>(mine(), plan.entered);
-    const u64 last = epochs()[block];
-    const u64 failed = load_relaxed(&errors()->failed), by = load_relaxed(&errors()->aborted_by);
-    u64 seen = sends && lane < plan.ranks ? link.peek(entered + lane, 0) : ~0ull;
-    epoch = last + 1;
-    bad = (failed | by) != 0 && broken(*this, kDispatchSend);
+    epoch = epochs()[block] + 1;
+    failure = load_relaxed(&errors()->failed) | load_relaxed(&errors()->aborted_by);
+    entered = sends && lane < plan.ranks ? link.peek(at<u64>(mine(), plan.entered) + lane, 0) : ~0ull;
+    bad = false;
+  }
+  __device__ void settle(bool sends) {
+    const int lane = threadIdx.x % 32;
+    const u64 last = epoch - 1;
+    bad = failure != 0 && broken(*this, kDispatchSend);
     if (sends) {
-      bad |= seen < last && keep_waiting(*this, entered + lane, kPeek, last, kDispatchSend, lane).x == 0;
+      const u64* flags = at<u64>(mine(), plan.entered);
+      bad |= entered < last && keep_waiting(*this, flags + lane, kPeek, last, kDispatchSend, lane).x == 0;
 #pragma unroll 1
       for (int q = lane + 32; q < plan.ranks && !bad; q += 32)
-        bad = keep_waiting(*this, entered + q, kPeek, last, kDispatchSend, q).x == 0;
+        bad = keep_waiting(*this, flags + q, kPeek, last, kDispatchSend, q).x == 0;
+      entered = ~0ull;
     }
     bad = __any_sync(0xffffffffu, bad);
   }
