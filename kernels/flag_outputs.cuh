@@ -8,26 +8,23 @@ namespace moelab {
 template <class Link, class Y, int kReturns>
 __device__ void return_flagged(Rank<Link>& r, int block, int blocks) {
   using P = Part<Y, kReturns>;
-  // Of a round's messages, one to a lane: where in a slot its flag stands, or 0; and the first rank it is for.
-  __shared__ int64_t flag_of[2][kFlagThreads / 32][32];
-  __shared__ int home_of[2][kFlagThreads / 32];
   const Plan& p = r.plan;
-  const int R = p.ranks, tp = p.shape.tp, lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int R = p.ranks, tp = p.shape.tp, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   if (block == 0) r.entered_by_me();
   const int64_t items = (int64_t)*r.most() * R;
-  const auto send = [&](int64_t item, int& home) -> int64_t {
+  for (int64_t item = threadIdx.x / 32 * blocks + block; item < items; item += warps * blocks) {
     const int s = item % R, j = item / R;
-    if (j >= r.tokens_of()[s]) return 0;
+    if (j >= r.tokens_of()[s]) continue;
     const int64_t at = (int64_t)s * p.per_source + j, token = (int64_t)j * tp + s % tp;
     const Term term = term_of<kReturns>(r, at);
-    if (term.counts == 0) return 0;
-    home = s / tp * tp;  // first rank of the token's group: all of its ranks get the results
+    if (term.counts == 0) continue;
+    const int home = s / tp * tp;  // first rank of the token's group: all of its ranks get the results
     const int out_lanes = kReturns == MOELAB_RETURN_ROWS ? min(p.shape.top_k, p.local_experts) : 1;
     int message = 0;
     for (unsigned left = term.counts; left; left &= left - 1, ++message) {
       const int from = __ffs(left) - 1, to_lane = __shfl_sync(0xffffffffu, term.lane, from);
       const int64_t offset = p.returned + (token * p.lanes + to_lane) * p.returned_bytes;
-      [[maybe_unused]] const int64_t flag = p.returned_flag + 8 * (token * p.lanes + to_lane);
+      const int64_t flag = p.returned_flag + 8 * (token * p.lanes + to_lane);
       const int64_t box = p.out_returned + (at * out_lanes + message) * p.returned_bytes;
       const auto write = [&](int unit, const uint4& value) {
         bool put = false;
@@ -81,6 +78,9 @@ __device__ void return_flagged(Rank<Link>& r, int block, int blocks) {
             if (i0 + 32 * u < p.returned_units) write(i0 + 32 * u, P::pack(sum[u]));
         }
       }
+      __syncwarp();
+      if (lane < tp)
+        if (uint8_t* slot = r.slot_of(home + lane)) store_release(r.template at<u64>(slot, flag), r.epoch);
       if constexpr (Link::remote) {
         r.link.before_puts();
         for (int q = home; q < home + tp; ++q)
@@ -88,28 +88,8 @@ __device__ void return_flagged(Rank<Link>& r, int block, int blocks) {
       }
       if (kReturns != MOELAB_RETURN_ROWS) break;  // one message for all terms
     }
-    const bool mine = kReturns == MOELAB_RETURN_ROWS ? term.counts >> lane & 1 : __ffs(term.counts) - 1 == lane;
-    return mine ? p.returned_flag + 8 * (token * p.lanes + term.lane) : 0;
-  };
-  int round = 0;
-#pragma unroll 1
-  for (int64_t item0 = 0; item0 < items; item0 += warps * blocks, ++round) {
-    const int64_t item = item0 + warp * blocks + block;
-    int home = 0;
-    flag_of[round & 1][warp][lane] = item < items ? send(item, home) : 0;
-    if (lane == 0) home_of[round & 1][warp] = home;
-    __syncthreads();
-    if (warp != round % warps) continue;
-    __threadfence_system();
-#pragma unroll 1
-    for (int w = 0; w < warps; ++w)
-      if (const int64_t flag = flag_of[round & 1][w][lane])
-#pragma unroll 1
-        for (int q = 0; q < tp; ++q)
-          if (uint8_t* slot = r.slot_of(home_of[round & 1][w] + q)) store_relaxed(r.template at<u64>(slot, flag), r.epoch);
   }
 }
-
 
 template <class Link, class Y, int kReturns>
 __device__ bool gather_flagged(Rank<Link>& r, int block, int blocks) {

@@ -20,21 +20,35 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   const int stride = p.notice_stride, words = (n + 31) / 32;
   for (int i = threadIdx.x; i < experts * stride; i += blockDim.x) bits[i] = 0;
   __syncthreads();
-  // Pairs (t, k) in batches, whose ids are asked for together. Most are not ours: what costs is left to `act`.
+  // Most pairs (t, k) are not ours: each block looks at all, so they are asked for 16 bytes and many at a time where the
+  // caller's ids are dense. What costs is left to `act`.
+  const auto try_pair = [&](int i, int e, auto&& act) {
+    if (e >= first ? e < first + experts : part == 0) act(i, e);
+  };
   const auto for_pairs = [&](auto&& act) {
-    const bool dense = r.call.ids_stride[1] == 1 && r.call.ids_stride[0] == K;
+    const MoelabCall& c = r.call;
+    const bool wide = c.ids_bytes == 8;
+    const bool dense = c.ids_stride[1] == 1 && c.ids_stride[0] == K && (u64)c.ids % 16 == 0;
+    const int each = wide ? 2 : 4, vectors = dense ? n * K / each : 0;
 #pragma unroll 1
-    for (int i0 = threadIdx.x; i0 < n * K; i0 += kAtOnce * blockDim.x) {
-      int e[kAtOnce];
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const int i = i0 + u * blockDim.x;
-        e[u] = i >= n * K ? -3 : dense ? r.load_id(0, i) : r.load_id(i / K, i % K);
-      }
+    for (int v0 = threadIdx.x; v0 < vectors; v0 += kAtOnce * blockDim.x) {
+      uint4 raw[kAtOnce];
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u)
-        if (e[u] >= first ? e[u] < first + experts : e[u] > -3 && part == 0) act(i0 + u * blockDim.x, e[u]);
+        if (v0 + u * blockDim.x < vectors) raw[u] = __ldg(static_cast<const uint4*>(c.ids) + v0 + u * blockDim.x);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int i = (v0 + u * blockDim.x) * each;
+        if (v0 + u * blockDim.x >= vectors) break;
+        try_pair(i, r.expert(raw[u].x, wide ? raw[u].y : (int)raw[u].x >> 31), act);
+        try_pair(i + 1, wide ? r.expert(raw[u].z, raw[u].w) : r.expert(raw[u].y, (int)raw[u].y >> 31), act);
+        if (wide) continue;
+        try_pair(i + 2, r.expert(raw[u].z, (int)raw[u].z >> 31), act);
+        try_pair(i + 3, r.expert(raw[u].w, (int)raw[u].w >> 31), act);
+      }
     }
+#pragma unroll 1
+    for (int i = vectors * each + threadIdx.x; i < n * K; i += blockDim.x) try_pair(i, r.load_id(i / K, i % K), act);
   };
   for_pairs([&](int i, int e) {
     const int t = i / K;
@@ -97,17 +111,14 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   __syncthreads();
 }
 
-// A warp to a token; a block's tokens of a round are released together. For a release at system scope waits until all that
-// its SM has stored is acknowledged, about 2 µs over NVLink, and the releases of an SM wait for each other: one for each
-// token held 48 SMs to 155 GB/s of the 350 that 8 of them can store (two H200).
+// A warp to a token. `warp` of `warps` that send.
 template <class Link, bool kQuantize>
-__device__ void send_tokens(const Rank<Link>& r, int n, int block, int blocks) {
-  __shared__ u64 flag_of[2][kFlagThreads / 32][32];
+__device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
   const Plan& p = r.plan;
   const MoelabCall& c = r.call;
   const int K = p.shape.top_k, tp = p.shape.tp, me = c.rank, lane = threadIdx.x % 32;
-  const int count = r.source_tokens(n, me), warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const auto send = [&](int j) -> u64 {  // the flag that this lane's rank waits for, or 0
+  const int count = r.source_tokens(n, me);
+  for (int j = warp; j < count; j += warps) {
     const int t = j * tp + r.tp_rank(me), e = lane < K ? r.load_id(t, lane) : -1, rank = e < 0 ? -1 : r.rank_of(e);
     const unsigned same = __match_any_sync(0xffffffffu, rank);
     const bool leads = rank >= 0 && __ffs(same) - 1 == lane;
@@ -174,34 +185,24 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int block, int blocks) {
         write(p.row_units + i, scales);
       }
     }
+    __syncwarp();
+    if (leads && slot != nullptr)
+      store_release(r.template at<u64>(slot, p.staged_flag) + (int64_t)me * p.per_source + j, r.epoch);
     if constexpr (Link::remote) {
       if (put) r.link.before_puts();
       for (unsigned left = put; left; left &= left - 1)
         r.link.put_warp(r, __shfl_sync(0xffffffffu, rank, __ffs(left) - 1), row, p.out_staged + j * p.staged_bytes,
                         p.staged_bytes, p.staged_flag + 8 * ((int64_t)me * p.per_source + j));
     }
-    return leads && slot != nullptr ? (u64)(r.template at<u64>(slot, p.staged_flag) + (int64_t)me * p.per_source + j) : 0;
-  };
-  int round = 0;
-#pragma unroll 1
-  for (int j0 = 0; j0 < count; j0 += warps * blocks, ++round) {
-    const int j = j0 + warp * blocks + blocks - 1 - block;  // notifying blocks, the first, get their tokens last
-    flag_of[round & 1][warp][lane] = j < count ? send(j) : 0;
-    __syncthreads();
-    if (warp != round % warps) continue;
-    __threadfence_system();
-#pragma unroll 1
-    for (int w = 0; w < warps; ++w)
-      if (const u64 flag = flag_of[round & 1][w][lane]) store_relaxed(reinterpret_cast<u64*>(flag), r.epoch);
   }
 }
-
 
 // Of `blocks`, the first write notices and then send like all others.
 template <class Link, bool kQuantize>
 __device__ void send_flagged(const Rank<Link>& r, int n, int block, int blocks) {
   for (int part = block; part < r.plan.notice_blocks; part += blocks) notify(r, n, part);
-  send_tokens<Link, kQuantize>(r, n, block, blocks);
+  const int warps = blockDim.x / 32;
+  send_tokens<Link, kQuantize>(r, n, threadIdx.x / 32 * blocks + (blocks - 1 - block), warps * blocks);
 }
 
 template <class Link>

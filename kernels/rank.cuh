@@ -235,6 +235,9 @@ struct Rank {
     const char* p = static_cast<const char*>(call.ids) + (int64_t)token * row + (int64_t)k * column;
     const int low = __ldg(reinterpret_cast<const int*>(p));
     const int high = wide ? __ldg(reinterpret_cast<const int*>(p) + 1) : low >> 31;
+    return expert(low, high);
+  }
+  __device__ int expert(int low, int high) const {
     return (unsigned)low < (unsigned)plan.shape.experts && high == 0 ? low : (low & high) == -1 ? -1 : -2;
   }
   __device__ float load_weight(int token, int k) const {
