@@ -21,7 +21,7 @@ import numpy as np
 from moelab.config import ParallelConfig, preset
 from moelab.hardware import gpu as find_gpu
 from moelab.perf import laws
-from moelab.perf.fabric import Exchange, describes
+from moelab.perf.fabric import Exchange, describes, road_share
 from moelab.perf.tables import Tables
 
 ENOUGH = 3  # points of a law, so that a residual is left
@@ -77,7 +77,7 @@ def recorded_fits(tables: Tables) -> list[Fit]:
     for (library, gpu, ep, stage), times in sorted(sets.items()):
         if len(times) >= ENOUGH:
             exchange = Exchange(find_gpu(gpu), model, ParallelConfig(ep), "deepep", "ib400", tables)
-            kind = "off-gpu" if exchange.one_node else "off-node"
+            kind = road_share(library, exchange.one_node)
             phi = laws.share(kind, ep, 8, model)
             found.append(_fit(library, gpu, str(ep), stage, kind, {(ep, t): us for t, us in times.items()},
                               {ep: phi}, origins[library, gpu, ep, stage]))  # fmt: skip

@@ -91,7 +91,7 @@ class Exchange:
         if not usable:
             return None
         ep = min(usable, key=lambda e: abs(math.log(e / self.parallel.ep)))
-        kind = "off-gpu" if self.one_node else "off-node"
+        kind = road_share(self.library, self.one_node)
         phi = laws.share(kind, ep, self.parallel.gpus_per_node, self.model)
         size = laws.bytes_per_token(stage, self.model)
         alpha, beta, residuals = laws.fit([(t * size * phi, us) for t, us in usable[ep].items()])
@@ -102,6 +102,14 @@ class Exchange:
         hidden = 0.0 if self.one_node else 1.0
         return Law(alpha, beta, kind, "measured" if own else "recorded", max(worst, 0.05), source, hidden,
                    ep=(ep, ep), tokens=tokens)  # fmt: skip
+
+
+def road_share(backend: str, one_node: bool) -> str:
+    """Which φ (laws.py) carries a measured time from one EP to another: inside a node our kernels send a token once a
+    rank, and others a row for each expert."""
+    if not one_node:
+        return "off-node"
+    return "distinct" if backend in ("moelab", "nvshmem", "nvshmem-flags", "nvshmem-puts") else "off-gpu"
 
 
 def describes(params: Mapping, model: ModelConfig) -> bool:

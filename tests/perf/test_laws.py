@@ -148,10 +148,11 @@ def test_a_library_that_was_not_measured_there_borrows_a_law_and_says_so():
 
 
 def test_records_of_an_exchange_precede_the_law():
-    def rows(stage, alpha, beta, ep, origin="recorded"):
-        size, phi = laws.SIZE[stage], (7 / 8 if ep == 8 else 1 - 8 / ep)
+    def rows(stage, alpha, beta, ep, origin="recorded", backend="nvshmem"):
+        kind = "off-gpu" if backend == "deepep" else "distinct"
+        size, phi = laws.SIZE[stage], laws.share(kind, ep, 8, V3)
         return tuple(
-            ({"bench": "alltoall", "backend": "nvshmem", "gpus": ep, "tokens": t, "experts": 256, "hidden": 7168},
+            ({"bench": "alltoall", "backend": backend, "gpus": ep, "tokens": t, "experts": 256, "hidden": 7168},
              alpha + t * size * phi / beta / 1e3, origin) for t in (1, 32, 128)
         )  # fmt: skip
 
@@ -172,6 +173,11 @@ def test_records_of_an_exchange_precede_the_law():
     for order in ([*usual, *slower, *unlike], [*unlike, *slower, *usual]):
         law = exchange(8, "moelab", "nvlink", "H200", Tables({("dispatch", "H200"): tuple(order)})).law("dispatch")
         assert (law.alpha_us, law.beta_gb_s) == (pytest.approx(6), pytest.approx(300))
+    # From EP2 to EP8 our kernels send 4.65 times as much, a token once a rank; DeepEP 1.75 times, a row per expert.
+    for backend, library, more in (("nvshmem", "moelab", 4.633 / 0.9965), ("deepep", "deepep", 7 / 4)):
+        pair = Tables({("combine", "H200"): rows("combine", 5, 200, 2, backend=backend)})
+        two, eight = (exchange(ep, library, "nvlink", "H200", pair).time("combine", 64).us - 5 for ep in (2, 8))
+        assert eight / two == pytest.approx(more, rel=1e-3)
     two = Tables({("dispatch", "H200"): rows("dispatch", 5, 310, 8)[:2]})
     assert exchange(8, "moelab", "nvlink", "H200", two).law("dispatch").origin == "extrapolated"
 
