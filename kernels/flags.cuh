@@ -192,7 +192,7 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
       if (put) r.link.before_puts();
       for (unsigned left = put; left; left &= left - 1)
         r.link.put_warp(r, __shfl_sync(0xffffffffu, rank, __ffs(left) - 1), row, p.out_staged + j * p.staged_bytes,
-                        p.staged_bytes, p.staged_flag + 8 * ((int64_t)me * p.per_source + j));
+                        16 * p.image_units, p.staged_flag + 8 * ((int64_t)me * p.per_source + j));
     }
   }
 }

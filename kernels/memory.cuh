@@ -70,13 +70,17 @@ __device__ __forceinline__ void let_next_grid_in() { asm volatile("griddepcontro
 #endif
 
 // A unit travels inverted: zero is what stands where nothing has come. Sixteen bytes of ones, which are NaN in every
-// format, would look so; their last value goes as the NaN of the other sign.
-__device__ __forceinline__ void send_unit(void* p, uint4 v) {
-  if ((v.x & v.y & v.z & v.w) == 0xffffffffu) v.w = 0x7fffffffu;
-  store_whole(p, {~v.x, ~v.y, ~v.z, ~v.w});
+// format of values, would look so; their last value goes as the NaN of the other sign. With `flip` zero it travels as it is,
+// and sixteen zeros, which no packed scales are, end in the least scale that there is.
+__device__ __forceinline__ void send_unit(void* p, uint4 v, uint32_t flip = 0xffffffffu) {
+  v = {v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip};
+  if ((v.x | v.y | v.z | v.w) == 0) v.w = flip ? 0x80000000u : 0x01000000u;
+  store_whole(p, v);
 }
 __device__ __forceinline__ bool has_come(const uint4& raw) { return (raw.x | raw.y | raw.z | raw.w) != 0; }
-__device__ __forceinline__ uint4 upright(const uint4& raw) { return {~raw.x, ~raw.y, ~raw.z, ~raw.w}; }
+__device__ __forceinline__ uint4 upright(const uint4& raw, uint32_t flip = 0xffffffffu) {
+  return {raw.x ^ flip, raw.y ^ flip, raw.z ^ flip, raw.w ^ flip};
+}
 __device__ __forceinline__ void clear_unit(void* p) { store_whole(p, uint4{}); }
 
 // What peers wrote while the kernel runs is read from the L2: the L1 may hold the line of an earlier exchange.

@@ -123,7 +123,7 @@ __device__ bool send_packets(Rank<Link>& r, int n) {
     const unsigned same = __match_any_sync(0xffffffffu, rank);
     const unsigned leaders = __ballot_sync(0xffffffffu, rank >= 0 && __ffs(same) - 1 == lane);
     const u64 target = (u64)(r.template at<uint4>(r.peer_slot(max(rank, 0)), p.staged) +
-                             (uint32_t)(me * p.per_source + piece.j) * p.image_units);
+                             (uint32_t)(me * p.per_source + piece.j) * p.staged_units);
     uint4 v = in[0];
     if constexpr (kQuantize) {
       float of_block;
@@ -137,7 +137,7 @@ __device__ bool send_packets(Rank<Link>& r, int n) {
     for (unsigned left = r.bad ? 0 : leaders; left; left &= left - 1) {
       uint4* to = reinterpret_cast<uint4*>(__shfl_sync(0xffffffffu, target, __ffs(left) - 1));
       if (valid) send_unit(to + unit, v);
-      if (scaled) send_unit(to + p.row_units + scale, scales);
+      if (scaled) send_unit(to + p.row_units + scale, scales, p.scale_flip);
     }
     if (p.shape.tp == 1 && piece.part == 0 && threadIdx.x < K) {
       if (e == -2) r.input_error(MOELAB_E_BAD_IDS);
@@ -227,7 +227,7 @@ __device__ void receive_packets(Rank<Link>& r) {
     const int part_scales = p.shape.scales == MOELAB_SCALES_UE8M0 ? kDispatchThreads / 128 : kDispatchThreads / 32;
     const int at_scale = kDispatchThreads - 1 - (int)threadIdx.x, scale = piece.part * part_scales + at_scale;
     const bool valid = unit < p.row_units, scaled = at_scale < part_scales && p.row_units + scale < p.image_units;
-    uint4* staged = r.template at<uint4>(slot, p.staged) + at * p.image_units;
+    uint4* staged = r.template at<uint4>(slot, p.staged) + at * p.staged_units;
     uint4 *entries = r.entry(slot, at, piece.part) + lane, raw{}, entry{};  // asked for before it is known whether they come
     if (lane < p.entry_units) entry = load_whole(entries);
     if (valid) raw = load_whole(staged + unit);
@@ -257,7 +257,7 @@ __device__ void receive_packets(Rank<Link>& r) {
 #pragma unroll 1
         for (unsigned left = rows; left; left &= left - 1) {
           uint32_t* to = reinterpret_cast<uint32_t*>(__shfl_sync(0xffffffffu, (u64)place.scales, __ffs(left) - 1));
-          if (scaled && ok) write_scales(p, to, scale, upright(words));
+          if (scaled && ok) write_scales(p, to, scale, upright(words, p.scale_flip));
         }
         if (scaled) clear_unit(staged + p.row_units + scale);
       }

@@ -18,7 +18,8 @@
 //
 // With packets every 16 bytes say themselves that they have come (memory.cuh). A *line* of a header, which all blocks of
 // the receiver read and every exchange writes anew, is 12 bytes and the low 32 bits of the epoch. All else is read by
-// one thread, and zero again once that has read it: a *unit* travels inverted, so that zero means that nothing is there.
+// one thread, and zero again once that has read it: a *unit* travels inverted, so that zero means that nothing is there
+// (packed scales, of which zero is none, travel as they are).
 //
 // The *state* of a rank, which nobody else sees, holds per slot: epochs[MOST_BLOCKS], the number of the last finished
 // exchange, one copy for each block; tokens, most, ticket; tokens_of[R]; home[M][K] {id, weight}; arrived[R][Q][K]
@@ -55,7 +56,9 @@ constexpr uint32_t kForeign = 0x80000000u;  // with the destination rank in the 
 struct Plan {
   MoelabShape shape;
   int32_t ranks, local_experts, local_shift, per_source, scales_per_row, scale_words;  // local_shift: log2, or -1
-  int32_t row_units, image_units, y_bytes, y_units;  // values of a row; with scales; of an output value; output row
+  uint32_t scale_flip;  // what a unit of scales is inverted with on its way: where scales are bytes, ones are one NaN of many
+  int32_t row_units, image_units, staged_units;  // values of a row; with scales; rounded up to lines of 128 bytes
+  int32_t y_bytes, y_units;                       // of an output value; of an output row
   int32_t returned_units, lanes;
   int32_t header_lines, entry_units, dispatch_parts, combine_parts;  // packets
   int32_t warp_tokens, k_reciprocal;  // tokens whose experts fill a warp; lane / top_k is lane * k_reciprocal >> 16
@@ -102,13 +105,15 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
   p.row_units = s.hidden * value_bytes / 16;
   p.scale_words = s.scales == MOELAB_SCALES_UE8M0 ? (p.scales_per_row + 3) / 4 : p.scales_per_row;
   p.image_units = p.row_units + (p.scale_words + 3) / 4;
+  p.scale_flip = s.scales == MOELAB_SCALES_UE8M0 ? 0 : 0xffffffffu;
   p.y_bytes = s.payload == MOELAB_F32 ? 4 : 2;
   p.y_units = s.hidden * p.y_bytes / 16;
   const int distinct = p.ranks < s.top_k ? p.ranks : s.top_k;
   p.lanes = s.returns == MOELAB_RETURN_ROWS ? s.top_k : distinct;
   p.returned_units = s.hidden * (s.returns == MOELAB_RETURN_F32 ? 4 : p.y_bytes) / 16;
   const bool packets = s.protocol == MOELAB_PACKETS;
-  p.staged_bytes = 16 * (int64_t)p.image_units;
+  p.staged_units = (int32_t)round_up(p.image_units, 8);
+  p.staged_bytes = 16 * (int64_t)p.staged_units;
   p.returned_bytes = 16 * (int64_t)p.returned_units;
   p.header_lines = (p.local_experts + 4) / 3;
   p.entry_units = (s.top_k + 1) / 2;

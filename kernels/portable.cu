@@ -16,9 +16,10 @@ namespace moelab {
 struct PutLink {
   static constexpr bool remote = true;
 
-  // NVSHMEM's own test: when it succeeds it also does what a transport needs for the data to be visible (a plain fetch
-  // of the signal does not).
-  __device__ static u64 look(const u64* flag, u64 goal) {
+  // For a peer that is put to, NVSHMEM's own test: when it succeeds it also does what a transport needs for the data to be
+  // visible (a plain fetch of the signal does not). One that is mapped stores its flags as everywhere.
+  __device__ static u64 look(const u64* flag, u64 goal, bool mapped) {
+    if (mapped) return load_acquire(flag);
     uint64_t* signal = const_cast<uint64_t*>(reinterpret_cast<const uint64_t*>(flag));
     if (nvshmem_uint64_test(signal, NVSHMEM_CMP_GE, goal)) {
       __threadfence_system();
@@ -27,8 +28,9 @@ struct PutLink {
     const u64 seen = load_relaxed(flag);
     return seen < goal ? seen : goal - 1;  // it came between the two looks: the next one is NVSHMEM's
   }
-
-  __device__ static u64 peek(const u64* flag, u64 goal) { return look(flag, goal); }
+  __device__ static u64 peek(const u64* flag, u64 goal, bool mapped) {
+    return mapped ? load_relaxed(flag) : look(flag, goal, false);
+  }
 
   // By the warp that puts: what its lanes, or others behind a barrier, wrote must be there for the NIC.
   __device__ static void before_puts() {

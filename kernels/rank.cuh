@@ -1,7 +1,33 @@
 // One rank in one launch: where its memory is, which exchange it is in, and how it waits.
 //
 // An exchange has a number, its *epoch*, counted from 1 in the state of each rank's slot; combine_recv leaves it there.
-// No flag is ever cleared: what stands in memory belongs to the exchange whose number stands beside it.
+// What stands in a window belongs to the exchange whose number stands beside it, or is zero once it has been read.
+//
+// Why nothing is read too early. A reader looks at each 16 bytes (packets), or acquires a flag that was released behind
+// what it stands for (flags), or sees the signal of the same put (puts).
+//
+// Why nothing is overwritten too early. n is the exchange before; s and d are any ranks, the same one too.
+// | memory                            | is rewritten by        | after it has seen         | which implies               |
+// |-----------------------------------|------------------------|---------------------------|-----------------------------|
+// | at d: header, entries, tokens and | s, dispatch_send(n+1)  | entered(n) of every rank, | d has ended                 |
+// |   their flags                     |                        |   each warp by itself     |   dispatch_recv(n)          |
+// | at s: outputs and their flags     | d, combine_send(n+1)   | headers(n+1) of all ranks | each, every TP rank too,    |
+// |                                   |                        |                           |   has ended combine_recv(n) |
+// | at s: entered[d]                  | d, combine_send(n+1)   | headers(n+1) of all ranks | s has seen entered(n); a    |
+// |                                   |                        |                           |   late warp sees n+1, >= n  |
+// | at s: outbox of notice and tokens | s, dispatch_send(n+1)  | entered(n) of every rank  | the signals were seen, so   |
+// |                                   |                        |                           |   all had been delivered    |
+// | at d: outbox of outputs           | d, combine_send(n+1)   | headers(n+1) of all ranks | likewise, in combine_recv(n)|
+// The zero that a reader leaves is performed at the end of its kernel, which comes before the entered or header that lets
+// the peer store there again, and lands where the peer's store will land. `entered` may leave at the start of
+// combine_send, since the kernel before it did the reading; in a launch that fused dispatch_recv with combine_send it could
+// not. The one wait that nothing else implies is that for `entered`, since a rank that got nothing from s sends it nothing
+// either: it is the only barrier, waited for when the slot's next exchange begins, where it is oldest.
+//
+// Assumed: stores land at any time and in any order, also after their kernel; 16 bytes land as one; a release, or the signal
+// of a put, lands behind its data; between two kernels of a stream the first one's loads have returned and its stores to its
+// own memory are performed; no store is made before the branch that it depends on is decided. tests/comm/protocol.py goes
+// through every interleaving of small models under these, and finds the fault when a safeguard is taken out.
 #pragma once
 #include "memory.cuh"
 
@@ -22,9 +48,9 @@ struct Entry {
 // Every window can be stored to. A link that puts has `remote` true; see portable.cu.
 struct DirectLink {
   static constexpr bool remote = false;
-  __device__ static u64 look(const u64* flag, u64) { return load_acquire(flag); }
+  __device__ static u64 look(const u64* flag, u64, bool) { return load_acquire(flag); }
   // Where nothing is read behind the flag, and only stores wait for it.
-  __device__ static u64 peek(const u64* flag, u64) { return load_relaxed(flag); }
+  __device__ static u64 peek(const u64* flag, u64, bool) { return load_relaxed(flag); }
 };
 
 template <class Link>
@@ -78,7 +104,8 @@ __device__ __noinline__ uint4 wait_long(const Plan& plan, const MoelabCall& call
     u64 seen = 0;
     if (what == kFlag || what == kPeek) {
       const u64* flag = static_cast<const u64*>(where);
-      seen = what == kFlag ? link.look(flag, goal) : link.peek(flag, goal);
+      const bool mapped = call.windows[peer] != nullptr;
+      seen = what == kFlag ? link.look(flag, goal, mapped) : link.peek(flag, goal, mapped);
       if (seen >= goal) return {1, 0, 0, 0};
     } else {
       got = load_whole(where);
@@ -167,7 +194,7 @@ struct Rank {
     window_of = lane < plan.ranks ? __ldg(reinterpret_cast<const u64*>(call.windows) + lane) : 0;
     epoch = epochs()[block] + 1;
     failure = load_relaxed(&errors()->failed) | load_relaxed(&errors()->aborted_by);
-    entered = sends && lane < plan.ranks ? link.peek(at<u64>(mine(), plan.entered) + lane, 0) : ~0ull;
+    entered = sends && lane < plan.ranks ? link.peek(at<u64>(mine(), plan.entered) + lane, 1, window_of != 0) : ~0ull;
     bad = false;
   }
   __device__ void settle(bool sends) {
@@ -205,7 +232,7 @@ struct Rank {
 #ifdef MOELAB_BREAK_WAIT
     return true;  // for the tests, which must notice
 #endif
-    return link.look(flag, epoch) >= epoch || keep_waiting(*this, flag, kFlag, epoch, half, peer).x != 0;
+    return link.look(flag, epoch, slot_of(peer) != nullptr) >= epoch || keep_waiting(*this, flag, kFlag, epoch, half, peer).x != 0;
   }
   __device__ bool wait_line(const Line* line, uint4& got, Half half, int peer) const {
     got = load_whole(line);
