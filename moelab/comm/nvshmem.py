@@ -62,7 +62,8 @@ class Nvshmem:
     - `send_blocks`: of a fused launch over flags, how many blocks only send while the others only receive; 0: each does
       both, one after the other.
     - `packets`: False takes flags for few tokens too.
-    - `puts_to`: ranks that this rank reaches by NVSHMEM puts although it could map them, to try that path.
+    - `puts_to`: ranks to which this rank puts by NVSHMEM although it could map them, and they to it, to try that path; one
+      of the two has to ask.
     """
 
     group: dist.ProcessGroup | VirtualRank | None = None
@@ -104,9 +105,11 @@ class NvshmemSite:
             _, most_bytes, _ = make_shape(spec, self._library, options.returns, all_mapped=False)
             heap = _start(self, group, self._library, device, settings(one_host, 2 * most_bytes), deadline)
             mapped = [peer not in options.puts_to and heap.mapped[peer] for peer in range(self.size)]
-            all_mapped = all(map(json.loads, self._roll.gather("mapped", json.dumps(all(mapped)), deadline)))
+            # What a notice looks like depends on how it comes, so two ranks put to each other or neither does.
+            theirs = [json.loads(text) for text in self._roll.gather("mapped", json.dumps(mapped), deadline)]
+            mapped = [ok and theirs[peer][self.rank] for peer, ok in enumerate(mapped)]
             self.shape, window_bytes, state_bytes = make_shape(
-                spec, self._library, options.returns, all_mapped, options.packets
+                spec, self._library, options.returns, all(map(all, theirs)), options.packets
             )
             self._check_blocks(spec)
             self.window = heap.allocate(window_bytes)
