@@ -41,8 +41,8 @@ LIMIT_S = 600.0  # of one compilation, and of the wait for another process's bui
 _GENCODE = "-gencode=arch=compute_90a,code=sm_90a"
 # What is not marked for export stays inside.
 _COMPILE = ("-std=c++17", "-O3", _GENCODE, "-lineinfo", "-Xcompiler", "-fPIC,-fvisibility=hidden")
-# For units that call NVSHMEM, whose device library is linked on the device. For others not: a function that is called there
-# may have more registers than the kernel that calls it, which is an error.
+# For units that call NVSHMEM, whose device library is linked on the device. For others not: a function that is called
+# could then have more registers than the kernel that calls it, which is an error.
 _RELOCATABLE = "-rdc=true"
 # No unversioned libnvshmem_host.so is in the wheel. `-z defs`: what is missing fails here, not when it is loaded.
 _LINK = (

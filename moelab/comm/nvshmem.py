@@ -62,8 +62,8 @@ class Nvshmem:
     - `send_blocks`: of a fused launch over flags, how many blocks only send while the others only receive; 0: each does
       both, one after the other.
     - `packets`: False takes flags for few tokens too.
-    - `puts_to`: ranks to which this rank puts by NVSHMEM although it could map them, and they to it, to try that path; one
-      of the two has to ask.
+    - `puts_to`: ranks to which this rank puts by NVSHMEM although it could map them, and they to it, to try that path;
+      one of the two has to ask.
     """
 
     group: dist.ProcessGroup | VirtualRank | None = None
