@@ -184,9 +184,9 @@ def test_a_toolkit_that_does_not_know_hopper_is_a_warning(monkeypatch):
     def said(codes):
         return lambda command: codes if "--list-gpu-code" in command else "release 13.0, V13.0.88"
 
-    monkeypatch.setattr(gpus.shutil, "which", lambda name, path=None: "/opt/nvcc")
+    monkeypatch.setattr(gpus.shutil, "which", lambda name, path=None: "/cuda/nvcc")
     monkeypatch.setattr(gpus, "_output", said("sm_75\nsm_80\nsm_90\n"))
-    assert (gpus._toolkit().status, gpus._toolkit().detail) == (OK, "nvcc 13.0.88 at /opt/nvcc")
+    assert (gpus._toolkit().status, gpus._toolkit().detail) == (OK, "nvcc 13.0.88 at /cuda/nvcc")
     monkeypatch.setattr(gpus, "_output", said("sm_75\nsm_80\n"))
     assert gpus._toolkit().status == WARN and "sm_90" in gpus._toolkit().detail
 

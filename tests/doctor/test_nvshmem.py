@@ -69,9 +69,9 @@ def test_another_minor_version_than_torchs_is_a_warning(install):
 
 def test_a_folder_of_ones_own_is_said_to_be_one(install, monkeypatch):
     install("torch", "2.11.0")
-    monkeypatch.setenv("NVSHMEM_HOME", "/opt/nvshmem")
-    check = nvshmem._versions(found(home="/opt/nvshmem"))
-    assert check.status == OK and "NVSHMEM_HOME=/opt/nvshmem" in check.detail
+    monkeypatch.setenv("NVSHMEM_HOME", "/elsewhere/nvshmem")
+    check = nvshmem._versions(found(home="/elsewhere/nvshmem"))
+    assert check.status == OK and "NVSHMEM_HOME=/elsewhere/nvshmem" in check.detail
     broken = nvshmem._versions(found(version=None, reason="has no lib/libnvshmem_host.so.3"))
     assert (broken.status, broken.detail) == (WARN, "has no lib/libnvshmem_host.so.3")
 
@@ -97,14 +97,14 @@ MAPS = """\
 7f00-7f01 r-xp 00000000 08:01 11 /site/nvidia/nvshmem/lib/libnvshmem_host.so.3
 7f01-7f02 rw-p 00001000 08:01 11 /site/nvidia/nvshmem/lib/libnvshmem_host.so.3
 7f02-7f03 r-xp 00000000 08:01 12 /site/nvidia/nvshmem/lib/nvshmem_bootstrap_uid.so.3
-7f03-7f04 r-xp 00000000 08:01 13 /opt/nvshmem/lib/libnvshmem_host.so.3.7.2
+7f03-7f04 r-xp 00000000 08:01 13 /elsewhere/nvshmem/lib/libnvshmem_host.so.3.7.2
 7f04-7f05 rw-p 00000000 00:00 0
 """
 
 
 def test_host_libraries_are_counted_once_each():
     assert nvshmem.host_libraries(MAPS) == [
-        "/opt/nvshmem/lib/libnvshmem_host.so.3.7.2",
+        "/elsewhere/nvshmem/lib/libnvshmem_host.so.3.7.2",
         "/site/nvidia/nvshmem/lib/libnvshmem_host.so.3",
     ]
     assert nvshmem.host_libraries("") == []
