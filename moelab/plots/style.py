@@ -22,9 +22,17 @@ _BACKENDS = {
     "torch-nccl": "#56b4e9",
     "virtual": "#949494",
     "nvshmem": "#029e73",
+    "nvshmem-flags": "#93c9a1",
+    "nvshmem-puts": "#0b5d45",
+    "nvshmem-padded": "#8c564b",
+    "nccl-split": "#56b4e9",
+    "nccl-split-packed": "#0173b2",
+    "nccl-padded": "#d55e00",
+    "symm_mem-vdev2d": "#de8f05",
     "dense-padded": "#d55e00",
     "dense-split": "#de8f05",
     "deep_ep": "#cc78bc",
+    "pplx": "#ca9161",
     "reference": "#5b6675",
     "triton": "#ca9161",
     "hopper": "#56b4e9",
@@ -241,13 +249,15 @@ def verdict_style(verdict: str) -> str:
     return f"background-color: {colors[verdict]}; color: {INK}"
 
 
-def show_missing(op: str, gpu: str):
-    """What stands in a figure's place where nothing was recorded of `op` on `gpu`."""
+def show_missing(op: str, gpu: str, bench: str = ""):
+    """What stands in a figure's place where nothing was recorded of `op` on `gpu`; `bench`: what records it, as after
+    `moelab bench`, for what is none of its ops."""
     from IPython.display import Markdown
 
     return Markdown(
-        f"> **Nothing recorded of `{op}` on {gpu}**, so there is no figure here. `moelab bench ops --op {op}` on such "
-        "a GPU writes the records to `./records`; run where they are, this notebook draws them."
+        f"> **Nothing recorded of `{op}` on {gpu}**, so there is no figure here. "
+        f"`moelab bench {bench or f'ops --op {op}'}` on such a GPU writes the records to `./records`; run where they "
+        "are, this notebook draws them."
     )
 
 
