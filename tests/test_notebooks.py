@@ -9,6 +9,7 @@ import pytest
 
 from moelab import notebook
 from moelab.results import Store
+from moelab.results.store import PACKAGE_RECORDS
 
 SMALL = {
     "00_start_here": {"max_tokens": 6, "windows": 16, "window_tokens": 24},
@@ -61,7 +62,7 @@ def errors(executed) -> list[str]:
 def test_runs(run, name):
     executed, done, _ = run(name)
     assert not errors(executed)
-    figures = {"00_start_here": 4, "01_parallelism": 8, "03_all_to_all": 6}[name]
+    figures = {"00_start_here": 4, "01_parallelism": 8, "03_all_to_all": 11}[name]
     assert len(outputs(executed, "image/png")) == figures
     assert done.html.stat().st_size > 100_000
     footer = executed.cells[-1].outputs[-1]["data"]["text/html"]
@@ -111,3 +112,18 @@ def test_all_to_all(run):
     sent = {r.backend: r.p50 for r in records if r.metric == "sent" and r.params["tokens"] == 8}
     assert sent["torch-gloo"] == sent["dense-split"] < sent["dense-padded"]
     assert f"**{sent['dense-padded'] / sent['torch-gloo']:.1f}×**" in text
+    # The second half is drawn from the package's records, and says which they are.
+    packaged = Store(PACKAGE_RECORDS, package=False).records("alltoall", gpu="NVIDIA H200", gpu_count=2)
+    assert {r.commit[:9] for r in packaged} == set(re.search(r"2 × NVIDIA H200, .*commit (.*)", text)[1].split(" and "))
+    (pair,) = [r.p50 for r in packaged if r.metric == "pair_fused" and r.backend == "nvshmem"
+               and (r.params["tokens"], r.params["returns"], r.params["blocks"]) == (4096, "bf16", 0)]  # fmt: skip
+    assert f"4,096 tokens: a fused pair takes **{pair:.1f} µs**" in text
+    assert "Published over modelled, 128 tokens" in text
+
+
+def test_all_to_all_without_records_of_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = SMALL["03_all_to_all"] | {"gpu": "NVIDIA H100 80GB HBM3"}
+    executed = nbformat.read(str(notebook.run("03", given, tmp_path / "out", progress=False).ipynb), as_version=4)
+    assert not errors(executed) and len(outputs(executed, "image/png")) == 7
+    assert "Nothing recorded of `the exchange` on NVIDIA H100 80GB HBM3" in said(executed)

@@ -113,7 +113,7 @@ def test_the_kernels_numbers_are_the_records():
     def times(metric, backend, settings, digits=1, join=" / "):
         return join.join(f"{p50(metric, backend, **setting):.{digits}f}" for setting in settings)
 
-    wide, rows = 8192 * (3 * 7168 + 4 * 56), 16384 * (5 * 2048 + 4 * 16) + 4 * 32
+    wide, of_silu = 8192 * (3 * 7168 + 4 * 56), 16384 * (5 * 2048 + 4 * 16) + 4 * 32
     norm = {"m": 8192, "h": 7168, "form": "quantize"}
     quantize = p50("quantize", "triton", m=8192, k=7168, scales="row")
     silu = [{"populated": n} for n in (256, 2048, 16384)]
@@ -128,7 +128,7 @@ def test_the_kernels_numbers_are_the_records():
             times("rms_norm", "triton", [norm]), of_copy(wide + 2 * 7168, p50("rms_norm", "triton", **norm))
         ),
         "SiLU·mul + quantise": (
-            times("silu_mul", "triton", silu), of_copy(rows, p50("silu_mul", "triton", **silu[-1]))
+            times("silu_mul", "triton", silu), of_copy(of_silu, p50("silu_mul", "triton", **silu[-1]))
         ),
         "router, 256 tokens": (
             times("router", "triton", routed, join="; "), times("router", "flashinfer", routed[:1])
@@ -142,10 +142,34 @@ def test_the_kernels_numbers_are_the_records():
         ),
         "MLA decode": (times("mla", "triton", mla, 0), times("mla", "flashinfer", mla, 0)),
     }  # fmt: skip
-    table = [line.split(" | ") for line in TEXT.partition("| op | ours [µs]")[2].splitlines() if " | " in line]
+    rows = TEXT.partition("| op | ours [µs]")[2].partition("\n\n")[0].splitlines()
+    table = [line.split(" | ") for line in rows if " | " in line]
     assert len(table) - 1 == len(expected)  # the first is what is left of the head
     for (name, (ours, beside)), (op, is_ours, is_beside) in zip(expected.items(), table[1:], strict=True):
         assert op.startswith(f"| {name}") and is_ours == ours and beside in is_beside, (op, ours, beside)
+
+
+def test_the_exchanges_numbers_are_the_records():
+    from moelab.bench import alltoall_study as study
+    from moelab.results import Store
+
+    found, floor = study.recorded(Store(ROOT / "moelab/data/records", package=False), "NVIDIA H200", 2)
+    ours = {m: study.over(found, "nvshmem", m, returns="bf16", blocks=0) for m in ("pair_fused", "dispatch", "combine")}
+    pair, dispatch, combine = ours.values()
+    (flag,) = [r.p50 for r in floor if r.metric == "flag"]
+    bound = {line.setting.tokens: line.bound.pair for line in found}
+    peers = {tokens: study.best_peer(found, tokens) for tokens in pair}
+    rows = [
+        f"| {t} | {pair[t].p50:.1f} | {peers[t].pair:.1f}, {peers[t].backend} | {2 * flag:.1f} | {bound[t]:.1f} |"
+        for t in (1, 8, 32, 128, 4096)
+    ]
+    assert TEXT.partition("| tokens of a rank | ours [µs]")[2].splitlines()[2:7] == rows
+    said, late = " ".join(TEXT.split()), [pair[t].p50 - aim for t, aim in ((8, 11), (32, 14), (128, 24))]
+    assert "by {:.1f}, {:.1f} and {:.1f} µs (11, 14 and 24)".format(*late) in said
+    assert f"dispatch {dispatch[4096].p50:.0f} against 130, combine {combine[4096].p50:.0f} against 240" in said
+    cost = study.split_cost(found)
+    assert f"cost {' / '.join(f'{us:.1f}' for us in cost.values())} µs more" in said
+    assert min(t for t, us in cost.items() if us > 3) == 32
 
 
 def test_the_verdicts_are_the_models():
