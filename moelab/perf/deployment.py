@@ -118,12 +118,13 @@ def deployment(
     _choose("expert_dtype", expert_dtype, ("fp8", "fp4"))
     _require(expert_dtype == "fp8" or gpu.name == "GB200", "expert_dtype", expert_dtype, f"fp8 on {gpu.name}", "fp8")
     _require(_number(imbalance) and imbalance >= 1, "imbalance", imbalance, "1 (balanced) or more", 1)
+    imbalance = float(imbalance) if parallel.ep > 1 else 1.0  # one GPU is its own mean
     capacity = gpu.memory_bytes if capacity is None else capacity
     _require(_number(capacity) and capacity > 0, "capacity", capacity, "bytes above 0", gpu.memory_bytes)
     _require(_number(reserve) and 0 <= reserve < 1, "reserve", reserve, "0 <= … < 1", RESERVE)
     return Deployment(
         gpu, model, parallel, expert_tp, float(batch), float(kv_len), draft_tokens, _depths(draft_tokens, acceptance),
-        overlap, fabric_name, alltoall, float(imbalance), redundant_experts, kv_dtype, expert_dtype, float(capacity),
+        overlap, fabric_name, alltoall, imbalance, redundant_experts, kv_dtype, expert_dtype, float(capacity),
         float(reserve),
     )  # fmt: skip
 
