@@ -153,6 +153,10 @@ def generate(
         Literal["cpu", "cuda"],
         typer.Option("--device", help="cpu computes in float32, cuda in bfloat16."),
     ] = "cpu",
+    overlap: Annotated[
+        Literal["none", "dispatch", "microbatch"],
+        typer.Option("--overlap", help="What runs while an exchange is in flight; see moelab/stages.py."),
+    ] = "none",
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts, the experts spread over dp × tp ranks.
@@ -164,7 +168,7 @@ def generate(
     """
     from moelab.launch.console import generate as run
 
-    run(model, prompt, max_tokens, dp, tp, temperature, seed, device, as_json)
+    run(model, prompt, max_tokens, dp, tp, temperature, seed, device, overlap, as_json)
 
 
 @app.command("run")

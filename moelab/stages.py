@@ -84,7 +84,8 @@ DENSE_LAYER = ATTENTION + DENSE
 
 @dataclass(frozen=True)
 class Launch:
-    """A stage in its place: which micro-batch runs which stage of which MoE layer (0 is the first one)."""
+    """A stage in its place: which micro-batch runs which stage of which MoE layer (0 is the first one; the
+    engine numbers dense layers before it -n … -1)."""
 
     micro_batch: int
     layer: int

@@ -14,10 +14,11 @@ import torch
 
 from moelab.config import MoelabError
 from moelab.engine.batch import build, choose
-from moelab.engine.executor import run_layers
+from moelab.engine.executor import check_overlap, run_layers
 from moelab.engine.kv_cache import PagedCache, pages_for
 from moelab.engine.sampler import sample
 from moelab.engine.sequence import Sampling, Sequence
+from moelab.engine.timeline import Timeline
 from moelab.model.deepseek import DeepSeek
 
 
@@ -33,9 +34,13 @@ class Token:
 class Engine:
     """Continuous batching over one rank's model; the ranks of a TP group must be given the same requests."""
 
-    def __init__(self, model: DeepSeek, cache_tokens: int = 16384):
-        """`cache_tokens`: what the cache holds. A step takes as many tokens as the model's exchange was made for."""
-        self.model = model
+    def __init__(self, model: DeepSeek, cache_tokens: int = 16384, overlap: str = "none"):
+        """`cache_tokens`: what the cache holds. A step takes as many tokens as the model's exchange was made for.
+        `overlap`: none, dispatch or microbatch (`moelab.stages`), the same on every rank. With a `Timeline` set
+        as `timeline`, the stages of each step are recorded in it."""
+        check_overlap(overlap)
+        self.model, self.overlap = model, overlap
+        self.timeline: Timeline | None = None
         dtype, device = model.embed_w.dtype, model.embed_w.device
         pages = pages_for(cache_tokens)
         self.cache = PagedCache(model.num_caches, pages, model.config.latent_dim, dtype, device)
@@ -65,11 +70,12 @@ class Engine:
 
     def step(self) -> list[Token]:
         """Run one step and give its new tokens. Collective over all ranks."""
+        if self.timeline is not None:
+            self.timeline.begin()
         self._admit()
         chosen = choose(self.running, self.model.all_to_all.spec.max_tokens)
         state = self.model.begin(build(chosen, self.model.embed_w.device), self.cache.rows)
-        run_layers(self.model, state)
-        self.all_idle = state.all_idle if state.all_idle is not None else not chosen
+        run_layers(self.model, state, self.overlap, self.timeline)
         hidden = self.model.finish(state)
         tokens, end = [], 0
         for sequence, count in chosen:
@@ -78,6 +84,8 @@ class Engine:
             if sequence.num_cached == len(sequence.tokens):
                 tokens.append(self._extend(sequence, self.model.logits(hidden[end - 1])))
         self.running = [sequence for sequence in self.running if not sequence.finished]
+        all_idle = state.all_idle
+        self.all_idle = not chosen if all_idle is None else all_idle
         return tokens
 
     def run(self):

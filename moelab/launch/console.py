@@ -22,6 +22,7 @@ def generate(
     temperature: float,
     seed: int,
     device: str,
+    overlap: str,
     as_json: bool,
 ) -> None:
     """The verb: text (or JSON) to standard output, everything else to standard error."""
@@ -29,7 +30,7 @@ def generate(
     from moelab.launch.generate import generate as start
 
     with _ending_cleanly():
-        request = Request(model, prompts, max_tokens, dp, tp, temperature, seed, device)
+        request = Request(model, prompts, max_tokens, dp, tp, temperature, seed, device, overlap)
         pieces = start(request, _say, _loading_bar())
         try:
             with contextlib.closing(pieces):

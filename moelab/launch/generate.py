@@ -16,6 +16,7 @@ from typing import Any
 from moelab.config import ConfigError, ModelConfig, ParallelConfig
 from moelab.launch.failure import LaunchError
 from moelab.launch.local import launch, threads_per_rank
+from moelab.stages import SCHEDULES
 
 # The most tokens of one DP group in a step; longer prompts are cut. The experts' buffers grow with it.
 MAX_STEP_TOKENS = 512
@@ -33,6 +34,7 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     device: str = "cpu"
+    overlap: str = "none"  # a schedule of moelab.stages
 
 
 @dataclass
@@ -127,6 +129,8 @@ def _check(request: Request, config: ModelConfig) -> None:
         raise ConfigError(f"temperature is {request.temperature}: give 0 (the likeliest token) or more")
     if not 0 <= request.seed < 2**63:
         raise ConfigError(f"seed is {request.seed}: legal are 0…2^63 − 1")
+    if request.overlap not in SCHEDULES:
+        raise ConfigError(f"overlap is {request.overlap!r}: legal are {', '.join(SCHEDULES)}")
     if not request.prompts:
         raise ConfigError("there is no prompt: give one or more")
     if request.device == "cuda":
@@ -163,5 +167,6 @@ def _job(request: Request, folder: Path, prompts: list[list[int]]) -> dict[str, 
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "seed": request.seed,
+        "overlap": request.overlap,
         "step_tokens": min(MAX_STEP_TOKENS, max(per_group)),  # the same on all ranks, as the exchange needs
     }

@@ -33,7 +33,7 @@ def generate(context: Context, job: dict[str, Any]) -> None:
     model = DeepSeek.load(job["folder"], parallel, job["step_tokens"], **where, progress=progress)
     group = parallel.dp_group(context.rank)
     mine = {i: ids for i, ids in enumerate(job["prompts"]) if i % parallel.dp == group}
-    engine = Engine(model, _cache_tokens(mine.values(), job["max_tokens"]))
+    engine = Engine(model, _cache_tokens(mine.values(), job["max_tokens"]), job["overlap"])
     sampling = Sampling(job["max_tokens"], job["temperature"], job["seed"])
     for number, ids in mine.items():
         engine.add(number, ids, sampling)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moelab.comm.alltoall import Handle
+
 
 @dataclass
 class Chunk:
@@ -64,10 +66,14 @@ class State:
     topk_ids: torch.Tensor | None = None  # [T, K] int64
     topk_weights: torch.Tensor | None = None  # [T, K] float32
     shared: torch.Tensor | None = None  # [T, H]
-    handle: object | None = None  # the exchange in flight
+    handle: Handle | None = None  # the exchange in flight, afterwards the last one
     rows: torch.Tensor | None = None  # [E/ep, dp · M, H]
     counts: torch.Tensor | None = None  # [E/ep] int32
     gate_up: torch.Tensor | None = None
     act: torch.Tensor | None = None
     expert_out: torch.Tensor | None = None  # [E/ep, dp · M, H]
-    all_idle: bool | None = None  # after the first exchange: no DP group has requests
+
+    @property
+    def all_idle(self) -> bool | None:
+        """Whether no DP group has requests; None without an exchange. May wait for the device: read it once a step."""
+        return None if self.handle is None else self.handle.all_idle

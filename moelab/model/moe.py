@@ -107,7 +107,6 @@ class MoE:
 
     def dispatch_recv(self, s: State) -> None:
         s.rows, _, s.counts = self.all_to_all.dispatch_recv(s.handle)
-        s.all_idle = s.handle.all_idle
 
     def gate_up(self, s: State) -> None:
         s.gate_up = grouped_gemm(s.rows, self.gate_up_w, s.counts)

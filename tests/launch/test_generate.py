@@ -25,7 +25,7 @@ def test_the_same_tokens_from_one_process_four_ranks_and_transformers(traces, ch
     one = Request(str(checkpoint), prompts, max_tokens=12)
     alone = answers(one)
     spread = answers(dataclasses.replace(one, dp=2, tp=2))
-    assert alone == spread
+    assert alone == spread == answers(dataclasses.replace(one, dp=2, overlap="microbatch"))
     for answer in alone:
         ids = [BOS, *answer.prompt.encode()]
         start = len(ids)
@@ -78,12 +78,13 @@ def test_what_the_ranks_are_told(scripted, checkpoint):
     prompts = ["a", "bb" * 400, "ccc", "dddd", "e"]
     for number in range(5):
         events += say(number, b"x")
-    answers(Request(str(checkpoint), prompts, 5, dp=2, tp=2, temperature=0.5, seed=7))
+    answers(Request(str(checkpoint), prompts, 5, dp=2, tp=2, temperature=0.5, seed=7, overlap="dispatch"))
     ((function, job, ranks, device),) = jobs
     assert function == "moelab.launch.generate_rank:generate"
     assert (ranks, device) == (4, "cpu")
     assert job["prompts"] == [[BOS, *text.encode()] for text in prompts]
     assert (job["dp"], job["tp"], job["max_tokens"], job["temperature"], job["seed"]) == (2, 2, 5, 0.5, 7)
+    assert job["overlap"] == "dispatch"
     assert job["step_tokens"] == module.MAX_STEP_TOKENS  # the second group has 801 + 5
     jobs.clear()
     answers(Request(str(checkpoint), ["a", "bb", "ccc", "dddd", "e"], 5, dp=2))
@@ -125,6 +126,7 @@ def test_texts_come_in_the_order_of_their_prompts():
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"seed": -1}, "seed is -1"),
+        ({"overlap": "best"}, "overlap is 'best': legal are none, dispatch, microbatch"),
         ({"model": "no/such/folder"}, "no such folder"),
     ],
 )
