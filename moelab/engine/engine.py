@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from moelab.config import MoelabError
-from moelab.engine.batch import build, choose
+from moelab.engine.batch import MAX_ABSORBED_Q_LEN, build, choose
 from moelab.engine.executor import check_overlap, run_layers
 from moelab.engine.kv_cache import PagedCache, pages_for
-from moelab.engine.sampler import sample
 from moelab.engine.sequence import Sampling, Sequence
+from moelab.engine.speculative import Acceptance, Drafter, verify
 from moelab.engine.timeline import Timeline
 from moelab.model.deepseek import DeepSeek
 
@@ -34,16 +34,25 @@ class Token:
 class Engine:
     """Continuous batching over one rank's model; the ranks of a TP group must be given the same requests."""
 
-    def __init__(self, model: DeepSeek, cache_tokens: int = 16384, overlap: str = "none"):
+    def __init__(self, model: DeepSeek, cache_tokens: int = 16384, overlap: str = "none", draft_tokens: int = 0):
         """`cache_tokens`: what the cache holds. A step takes as many tokens as the model's exchange was made for.
-        `overlap`: none, dispatch or microbatch (`moelab.stages`), the same on every rank. With a `Timeline` set
-        as `timeline`, the stages of each step are recorded in it."""
+
+        The same on every rank: `overlap`, none, dispatch or microbatch (`moelab.stages`); `draft_tokens`, how many the
+        MTP layer drafts in a step (`moelab.engine.speculative`). With a `Timeline` set as `timeline`, the stages of
+        each step are recorded in it.
+        """
         check_overlap(overlap)
+        if draft_tokens < 0:
+            raise MoelabError(f"draft_tokens is {draft_tokens}: give 0 or more")
         self.model, self.overlap = model, overlap
+        self.device = model.embed_w.device
+        self.cache = PagedCache(
+            model.num_caches, pages_for(cache_tokens), model.config.latent_dim, model.embed_w.dtype, self.device
+        )
+        self.drafter = Drafter(model, self.cache.rows, draft_tokens, overlap) if draft_tokens else None
+        self.acceptance = Acceptance.none(draft_tokens)
+        self.max_absorbed_q_len = max(MAX_ABSORBED_Q_LEN, 1 + draft_tokens)
         self.timeline: Timeline | None = None
-        dtype, device = model.embed_w.dtype, model.embed_w.device
-        pages = pages_for(cache_tokens)
-        self.cache = PagedCache(model.num_caches, pages, model.config.latent_dim, dtype, device)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.all_idle = False
@@ -74,15 +83,19 @@ class Engine:
             self.timeline.begin()
         self._admit()
         chosen = choose(self.running, self.model.all_to_all.spec.max_tokens)
-        state = self.model.begin(build(chosen, self.model.embed_w.device), self.cache.rows)
+        batch = build(chosen, self.device, self.max_absorbed_q_len)
+        state = self.model.begin(batch, self.cache.rows)
         run_layers(self.model, state, self.overlap, self.timeline)
         hidden = self.model.finish(state)
-        tokens, end = [], 0
+        tokens, fed, first = [], [], 0
         for sequence, count in chosen:
-            end += count
-            sequence.num_cached += count
-            if sequence.num_cached == len(sequence.tokens):
-                tokens.append(self._extend(sequence, self.model.logits(hidden[end - 1])))
+            start = sequence.num_cached
+            tokens += self._advance(sequence, hidden[first : first + count])
+            if not sequence.finished:
+                fed.append((sequence, start, hidden[first : first + sequence.num_cached - start]))
+            first += count
+        if self.drafter is not None:
+            state = self.drafter.draft(fed, bool(chosen), self.timeline)
         self.running = [sequence for sequence in self.running if not sequence.finished]
         all_idle = state.all_idle
         self.all_idle = not chosen if all_idle is None else all_idle
@@ -104,12 +117,27 @@ class Engine:
             sequence.pages = pages
             self.running.append(sequence)
 
-    def _extend(self, sequence: Sequence, logits: torch.Tensor) -> Token:
-        token = sample(logits, sequence)
-        sequence.tokens.append(token)
-        at_end = token == self.model.config.eos_token_id
-        sequence.finished = at_end or sequence.num_output == sequence.sampling.max_tokens
+    def _advance(self, sequence: Sequence, hidden: torch.Tensor) -> list[Token]:
+        """Take in the hidden states [n, H] of what was fed of `sequence`; its new tokens, none within a prompt."""
+        num_drafts = sequence.num_cached + len(hidden) - len(sequence.tokens)
+        if num_drafts < 0:
+            sequence.num_cached += len(hidden)
+            return []
+        new = verify(self.model.logits(hidden[-1 - num_drafts :]), sequence, num_drafts)
+        return self._extend(sequence, new, num_drafts)
+
+    def _extend(self, sequence: Sequence, new: list[int], num_drafts: int = 0) -> list[Token]:
+        """Append new tokens up to the one that ends the request. Cached is then all but the last of them."""
+        eos = self.model.config.eos_token_id
+        if eos in new:
+            new = new[: new.index(eos) + 1]
+        self.acceptance.count(sequence.drafts[:num_drafts], new)
+        sequence.drafts, sequence.draft_probabilities = [], []
+        sequence.tokens += new
+        sequence.num_cached = len(sequence.tokens) - 1
+        sequence.finished = new[-1] == eos or sequence.num_output == sequence.sampling.max_tokens
         if sequence.finished:
             self.cache.give_back(sequence.pages)
             sequence.pages = []
-        return Token(sequence, token, sequence.finished)
+        last = len(new) - 1
+        return [Token(sequence, token, sequence.finished and i == last) for i, token in enumerate(new)]

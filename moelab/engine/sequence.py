@@ -25,6 +25,8 @@ class Sequence:
     num_cached: int = 0
     pages: list[int] = field(default_factory=list)
     finished: bool = False
+    drafts: list[int] = field(default_factory=list)  # guesses of what follows `tokens`
+    draft_probabilities: list = field(default_factory=list)  # of each [vocab], what it was drawn from; None if greedy
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

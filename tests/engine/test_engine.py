@@ -60,11 +60,10 @@ def test_requests_wait_for_pages_and_all_of_them_finish(model, oracle):
 def test_the_end_of_sequence_id_ends_a_request(model):
     engine = Engine(model)
     sequence = engine.add(0, [5, 6, 7], Sampling(10))
-    logits = torch.zeros(320)
-    logits[model.config.eos_token_id] = 1
     sequence.pages = engine.cache.take(12)
-    token = engine._extend(sequence, logits)
-    assert token.last and sequence.finished and sequence.output == [1]
+    tokens = engine._extend(sequence, [9, 1, 8])
+    assert [(token.id, token.last) for token in tokens] == [(9, False), (1, True)]
+    assert sequence.finished and sequence.output == [9, 1] and engine.cache.num_free == engine.cache.num_pages
 
 
 @pytest.mark.parametrize(
