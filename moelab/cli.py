@@ -157,6 +157,7 @@ def generate(
         Literal["none", "dispatch", "microbatch"],
         typer.Option("--overlap", help="What runs while an exchange is in flight; see moelab/stages.py."),
     ] = "none",
+    draft_tokens: Annotated[int, typer.Option("--draft-tokens", help="MTP drafts per step; the text is the same.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Continue prompts, the experts spread over dp × tp ranks.
@@ -168,7 +169,7 @@ def generate(
     """
     from moelab.launch.console import generate as run
 
-    run(model, prompt, max_tokens, dp, tp, temperature, seed, device, overlap, as_json)
+    run(model, prompt, max_tokens, dp, tp, temperature, seed, device, overlap, draft_tokens, as_json)
 
 
 @app.command("run")

@@ -23,6 +23,7 @@ def generate(
     seed: int,
     device: str,
     overlap: str,
+    draft_tokens: int,
     as_json: bool,
 ) -> None:
     """The verb: text (or JSON) to standard output, everything else to standard error."""
@@ -30,7 +31,7 @@ def generate(
     from moelab.launch.generate import generate as start
 
     with _ending_cleanly():
-        request = Request(model, prompts, max_tokens, dp, tp, temperature, seed, device, overlap)
+        request = Request(model, prompts, max_tokens, dp, tp, temperature, seed, device, overlap, draft_tokens)
         pieces = start(request, _say, _loading_bar())
         try:
             with contextlib.closing(pieces):

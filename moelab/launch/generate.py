@@ -20,6 +20,7 @@ from moelab.stages import SCHEDULES
 
 # The most tokens of one DP group in a step; longer prompts are cut. The experts' buffers grow with it.
 MAX_STEP_TOKENS = 512
+MAX_DRAFT_TOKENS = 63  # as in the performance model
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Request:
     seed: int = 0
     device: str = "cpu"
     overlap: str = "none"  # a schedule of moelab.stages
+    draft_tokens: int = 0  # of the MTP layer, per step
 
 
 @dataclass
@@ -80,6 +82,7 @@ def generate(
         f"{config.n_routed_experts // ranks} of {config.n_routed_experts} experts per rank"
         + (f", threads per rank: {threads_per_rank(ranks)}" if request.device == "cpu" else "")
     )
+    fates = []  # of each group's drafts
     answers = [Answer(text) for text in request.prompts]
     streams = [TextStream(tokenizer) for _ in answers]
     started = time.monotonic()
@@ -91,6 +94,9 @@ def generate(
             if "ready" in event:
                 say(f"ready after {time.monotonic() - started:.1f} s: {event['ready']}")
                 started = time.monotonic()
+                continue
+            if "drafts" in event:
+                fates.append(event["drafts"])
                 continue
             number, token = event["prompt"], event["token"]
             answer, stream = answers[number], streams[number]
@@ -104,6 +110,8 @@ def generate(
             yield number, text, answer
     count = sum(len(answer.tokens) for answer in answers)
     say(f"{count} tokens in {elapsed_s:.1f} s: {count / elapsed_s:.1f} tokens/s, prompts included in the time")
+    if request.draft_tokens:
+        say(f"drafts accepted, by depth, of those whose forerunners were: {', '.join(_shares(fates))}")
 
 
 def in_order(pieces: Iterator[tuple[int, str, Answer]], write: Callable[[str], None]) -> None:
@@ -121,6 +129,13 @@ def in_order(pieces: Iterator[tuple[int, str, Answer]], write: Callable[[str], N
             turn += 1
 
 
+def _shares(fates: list[list[list[int]]]) -> Iterator[str]:
+    """Accepted of tried, by depth, over all groups; `fates` holds [accepted, tried] of each depth for each group."""
+    for depth in zip(*fates, strict=True):
+        accepted, tried = (sum(column) for column in zip(*depth, strict=True))
+        yield f"{100 * accepted / tried:.0f} %" if tried else "none tried"
+
+
 def _check(request: Request, config: ModelConfig) -> None:
     ParallelConfig(request.dp, request.tp, gpus_per_node=max(1, request.dp * request.tp)).check(config)
     if request.max_tokens < 1:
@@ -131,6 +146,8 @@ def _check(request: Request, config: ModelConfig) -> None:
         raise ConfigError(f"seed is {request.seed}: legal are 0…2^63 − 1")
     if request.overlap not in SCHEDULES:
         raise ConfigError(f"overlap is {request.overlap!r}: legal are {', '.join(SCHEDULES)}")
+    if not 0 <= request.draft_tokens <= MAX_DRAFT_TOKENS:
+        raise ConfigError(f"draft-tokens is {request.draft_tokens}: legal are 0…{MAX_DRAFT_TOKENS}")
     if not request.prompts:
         raise ConfigError("there is no prompt: give one or more")
     if request.device == "cuda":
@@ -158,7 +175,9 @@ def _encode(tokenizer, text: str, max_tokens: int, config: ModelConfig) -> list[
 
 
 def _job(request: Request, folder: Path, prompts: list[list[int]]) -> dict[str, Any]:
-    per_group = [sum(len(ids) for ids in prompts[group :: request.dp]) for group in range(request.dp)]
+    groups = [prompts[group :: request.dp] for group in range(request.dp)]
+    q_len = 1 + request.draft_tokens
+    per_group = [max(sum(len(ids) for ids in group), len(group) * q_len) for group in groups]
     return {
         "folder": str(folder.resolve()),
         "dp": request.dp,
@@ -168,5 +187,6 @@ def _job(request: Request, folder: Path, prompts: list[list[int]]) -> dict[str, 
         "temperature": request.temperature,
         "seed": request.seed,
         "overlap": request.overlap,
+        "draft_tokens": request.draft_tokens,
         "step_tokens": min(MAX_STEP_TOKENS, max(per_group)),  # the same on all ranks, as the exchange needs
     }

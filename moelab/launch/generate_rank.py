@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moelab.config import ParallelConfig
+from moelab.config import ModelConfig, ParallelConfig
 from moelab.engine.engine import Engine
 from moelab.engine.kv_cache import PAGE_SIZE, pages_for
+from moelab.engine.memory import available_bytes, need
 from moelab.engine.sequence import Sampling
 from moelab.launch.worker import Context
 from moelab.model.deepseek import DeepSeek
@@ -20,8 +21,8 @@ MAX_CACHE_TOKENS = 65536
 
 
 def generate(context: Context, job: dict[str, Any]) -> None:
-    """For `launch`. Each group's first rank emits {prompt, token, last}; before, rank 0 emits {loaded, layers} after
-    each layer, and {ready}."""
+    """For `launch`. Each group's first rank emits {prompt, token, last}, at the end, if it drafts, {drafts:
+    [[accepted, tried] of each depth]}; before, rank 0 emits {loaded, layers} after each layer, and {ready}."""
     parallel = ParallelConfig(job["dp"], job["tp"], gpus_per_node=context.world_size)
     dtype = torch.float32 if context.device == "cpu" else torch.bfloat16
 
@@ -29,11 +30,18 @@ def generate(context: Context, job: dict[str, Any]) -> None:
         if context.rank == 0:
             context.emit({"loaded": done, "layers": total})
 
-    where = dict(rank=context.rank, dtype=dtype, device=context.device)
-    model = DeepSeek.load(job["folder"], parallel, job["step_tokens"], **where, progress=progress)
     group = parallel.dp_group(context.rank)
     mine = {i: ids for i, ids in enumerate(job["prompts"]) if i % parallel.dp == group}
-    engine = Engine(model, _cache_tokens(mine.values(), job["max_tokens"]), job["overlap"])
+    cache_tokens = _cache_tokens(mine.values(), job["max_tokens"])
+    config = ModelConfig.from_hf(job["folder"])
+    longest = max((len(ids) for ids in mine.values()), default=0) + job["max_tokens"]
+    sharing = context.world_size if context.device == "cpu" else -(-context.world_size // torch.cuda.device_count())
+    needed = need(config, parallel, dtype, job["step_tokens"], cache_tokens, job["overlap"])
+    needed.check(available_bytes(context.device, sharing), longest)
+
+    where = dict(rank=context.rank, dtype=dtype, device=context.device)
+    model = DeepSeek.load(job["folder"], parallel, job["step_tokens"], **where, progress=progress)
+    engine = Engine(model, cache_tokens, job["overlap"], job["draft_tokens"])
     sampling = Sampling(job["max_tokens"], job["temperature"], job["seed"])
     for number, ids in mine.items():
         engine.add(number, ids, sampling)
@@ -44,6 +52,9 @@ def generate(context: Context, job: dict[str, Any]) -> None:
     for token in engine.run():
         if speaks:
             context.emit({"prompt": token.sequence.id, "token": token.id, "last": token.last})
+    if speaks and engine.drafter:
+        fate = zip(engine.acceptance.accepted, engine.acceptance.tried, strict=True)
+        context.emit({"drafts": list(fate)})
     model.close()
 
 

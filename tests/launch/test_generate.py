@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import subprocess
 
@@ -38,6 +39,16 @@ def test_the_same_tokens_from_one_process_four_ranks_and_transformers(traces, ch
         assert answer.finish_reason == ("stop" if ids[-1] == EOS else "length")
         assert answer.text == bytes(t for t in answer.tokens if t < 256).decode("utf-8", "replace")
     traces.assert_none()
+
+
+def test_drafts_change_no_text_and_their_acceptance_is_told():
+    """tinyseek over two ranks; one prompt is shorter than the drafts that follow it."""
+    one, lines = Request("tinyseek", ["d", "import os"], max_tokens=16), []
+    plain, found = answers(one), {}
+    for number, _, answer in generate(dataclasses.replace(one, dp=2, draft_tokens=2), lines.append):
+        found[number] = answer
+    assert [found[number] for number in sorted(found)] == plain
+    assert re.fullmatch(r"drafts accepted, by depth, of those whose forerunners were: \d+ %, \d+ %", lines[-1])
 
 
 def say(number: int, text: bytes) -> list[dict]:
@@ -84,7 +95,7 @@ def test_what_the_ranks_are_told(scripted, checkpoint):
     assert (ranks, device) == (4, "cpu")
     assert job["prompts"] == [[BOS, *text.encode()] for text in prompts]
     assert (job["dp"], job["tp"], job["max_tokens"], job["temperature"], job["seed"]) == (2, 2, 5, 0.5, 7)
-    assert job["overlap"] == "dispatch"
+    assert (job["overlap"], job["draft_tokens"]) == ("dispatch", 0)
     assert job["step_tokens"] == module.MAX_STEP_TOKENS  # the second group has 801 + 5
     jobs.clear()
     answers(Request(str(checkpoint), ["a", "bb", "ccc", "dddd", "e"], 5, dp=2))
@@ -127,6 +138,7 @@ def test_texts_come_in_the_order_of_their_prompts():
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"seed": -1}, "seed is -1"),
         ({"overlap": "best"}, "overlap is 'best': legal are none, dispatch, microbatch"),
+        ({"draft_tokens": 64}, "draft-tokens is 64: legal are 0…63"),
         ({"model": "no/such/folder"}, "no such folder"),
     ],
 )
