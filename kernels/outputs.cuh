@@ -67,8 +67,8 @@ struct Part {
   }
 };
 
-// What a token brought here, as the lanes of a warp see it: lane i < messages has the row and weight of the i-th term,
-// and the lane it goes home in.
+// What a token brought here, as the lanes of a warp see it: lane k has the row and weight of its k-th expert, and the lane
+// in which that, or the sum, goes home.
 struct Term {
   uint32_t row;
   float weight;

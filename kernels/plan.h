@@ -124,7 +124,7 @@ inline const char* make_plan(const MoelabShape& s, Plan& p) {
 
   p.notice_stride = ((s.max_tokens + 31) / 32) | 1;  // odd: threads that walk experts side by side meet no bank twice
   p.notice_experts = kNoticeWords / p.notice_stride;
-  // More blocks find the places sooner, but where tokens are few each of them costs more than it finds.
+  // Each block looks at all ids, so only many tokens are spread over many.
   const int spread = s.max_tokens > 1024 ? (s.experts + 63) / 64 : s.experts;
   if (p.notice_experts > spread) p.notice_experts = spread;
   if (p.notice_experts > kFlagThreads) p.notice_experts = kFlagThreads;

@@ -7,27 +7,29 @@
 // what it stands for (flags), or sees the signal of the same put (puts).
 //
 // Why nothing is overwritten too early. n is the exchange before; s and d are any ranks, the same one too.
-// | memory                            | is rewritten by        | after it has seen         | which implies               |
-// |-----------------------------------|------------------------|---------------------------|-----------------------------|
-// | at d: header, entries, tokens and | s, dispatch_send(n+1)  | entered(n) of every rank, | d has ended                 |
-// |   their flags                     |                        |   each warp by itself     |   dispatch_recv(n)          |
-// | at s: outputs and their flags     | d, combine_send(n+1)   | headers(n+1) of all ranks | each, every TP rank too,    |
-// |                                   |                        |                           |   has ended combine_recv(n) |
-// | at s: entered[d]                  | d, combine_send(n+1)   | headers(n+1) of all ranks | s has seen entered(n); a    |
-// |                                   |                        |                           |   late warp sees n+1, >= n  |
-// | at s: outbox of notice and tokens | s, dispatch_send(n+1)  | entered(n) of every rank  | the signals were seen, so   |
-// |                                   |                        |                           |   all had been delivered    |
-// | at d: outbox of outputs           | d, combine_send(n+1)   | headers(n+1) of all ranks | likewise, in combine_recv(n)|
-// The zero that a reader leaves is performed at the end of its kernel, which comes before the entered or header that lets
-// the peer store there again, and lands where the peer's store will land. `entered` may leave at the start of
-// combine_send, since the kernel before it did the reading; in a launch that fused dispatch_recv with combine_send it could
-// not. The one wait that nothing else implies is that for `entered`, since a rank that got nothing from s sends it nothing
-// either: it is the only barrier, waited for when the slot's next exchange begins, where it is oldest.
+// | memory                           | is rewritten by       | after it has seen        | which implies              |
+// |----------------------------------|-----------------------|--------------------------|----------------------------|
+// | at d: header, entries, tokens and| s, dispatch_send(n+1) | entered(n) of every rank,| d has ended                |
+// |   their flags                    |                       |   each warp by itself    |   dispatch_recv(n)         |
+// | at s: outputs and their flags    | d, combine_send(n+1)  | headers(n+1) of all ranks| each, every TP rank too,   |
+// |                                  |                       |                          |   has ended combine_recv(n)|
+// | at s: entered[d]                 | d, combine_send(n+1)  | headers(n+1) of all ranks| s has seen entered(n); a   |
+// |                                  |                       |                          |   late warp sees n+1, >= n |
+// | at s: outbox of notice and tokens| s, dispatch_send(n+1) | entered(n) of every rank | the signals were seen, so  |
+// |                                  |                       |                          |   all had been delivered   |
+// | at d: outbox of outputs          | d, combine_send(n+1)  | headers(n+1) of all ranks| likewise, in combine_recv(n)|
+// The zero that a reader leaves is performed at the end of its kernel, which comes before the entered or header that
+// lets the peer store there again, and lands where the peer's store will land. `entered` may leave at the start of
+// combine_send, since the kernel before it did the reading; in a launch that fused dispatch_recv with combine_send
+// it could not. The one wait that nothing else implies is that for `entered`, since a rank that got nothing from s
+// sends it nothing either: it is the only barrier, waited for when the slot's next exchange begins, where it is
+// oldest.
 //
-// Assumed: stores land at any time and in any order, also after their kernel; 16 bytes land as one; a release, or the signal
-// of a put, lands behind its data; between two kernels of a stream the first one's loads have returned and its stores to its
-// own memory are performed; no store is made before the branch that it depends on is decided. tests/comm/protocol.py goes
-// through every interleaving of small models under these, and finds the fault when a safeguard is taken out.
+// Assumed: stores land at any time and in any order, also after their kernel; 16 bytes land as one; a release, or
+// the signal of a put, lands behind its data; between two kernels of a stream the first one's loads have returned
+// and its stores to its own memory are performed; no store is made before the branch that it depends on is decided.
+// tests/comm/protocol.py goes through every interleaving of small models under these, and finds the fault when a
+// safeguard is taken out.
 #pragma once
 #include "memory.cuh"
 

@@ -60,17 +60,8 @@ class Backend(Protocol):
 
     def combine_recv(self, exchange: Exchange, out: Tensor) -> Tensor: ...
 
-    def dispatch(
-        self,
-        number: int,
-        slot: int,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        scales: Tensor | None,
-        num_tokens: Tensor | None,
-        has_work: bool,
-    ) -> tuple[Exchange, tuple[Tensor, Tensor | None, Tensor]]: ...
+    def dispatch(self, *arguments) -> tuple[Exchange, tuple[Tensor, Tensor | None, Tensor]]:
+        """With the arguments of dispatch_send."""
 
     def combine(self, exchange: Exchange, y: Tensor, out: Tensor) -> Tensor: ...
 

@@ -61,7 +61,8 @@ class Nvshmem:
       at once must leave room for one another: give both at most half.
     - `send_blocks`: of a fused launch over flags, how many blocks only send while the others only receive; 0: each does
       both, one after the other.
-    - `packets`: False takes flags for few tokens too.
+    - `packets`: False takes flags for few tokens too. By packets, sixteen bytes of ones, which are NaN in every format,
+      arrive with the sign of the last value turned; all else arrives as it was sent.
     - `puts_to`: ranks to which this rank puts by NVSHMEM although it could map them, and they to it, to try that path;
       one of the two has to ask.
     """
