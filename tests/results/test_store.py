@@ -65,8 +65,15 @@ def test_a_killed_writer_loses_at_most_its_last_line(tmp_path, make):
     assert max(said.values()) > 0
     store = Store(tmp_path, package=False)
     store.append(make())
-    found = [entry.record.params for entry in store.entries()]
-    assert store.damage == []  # one write per line: the kernel finishes it, or never begins
+    entries = store.entries()
+    found = [entry.record.params for entry in entries]
+    # Linux may break a write off between two pages when its process is killed: such a line stands alone, behind
+    # the last whole one of its writer and before the first of the next.
+    writers = {entry.line: entry.record.params.get("writer") for entry in entries}
+    assert len(store.damage) <= len(said)
+    for torn in store.damage:
+        before = writers.get(torn.line - 1)
+        assert before is None or before != writers.get(torn.line + 1)
     for name, last in said.items():
         numbers = [p["i"] for p in found if p.get("writer") == name]
         assert numbers[: last + 1] == list(range(last + 1)) and len(numbers) <= last + 2
