@@ -9,10 +9,11 @@ GROUPS names whose error is one: the GEMMs' all come from one table, so they are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moelab.config import ParallelConfig
-from moelab.perf import costs
+from moelab.perf import costs, overlap
 from moelab.perf.deployment import Deployment
 from moelab.perf.experts import active_experts
 from moelab.perf.fabric import Exchange
@@ -39,6 +40,20 @@ class LayerTerms:
     dispatch: Term
     combine: Term
     hidden: float
+
+    def micro_batch(self, factors: Mapping[str, float]) -> overlap.MicroBatch:
+        """As the walk takes it, every group of terms times its factor (1 where it has none)."""
+        shown, dispatch = 1 - self.hidden, self.dispatch.us * factors.get("Dispatch", 1.0)
+        combine = self.combine.us * factors.get("Combine", 1.0)
+        kernels = us_of(self.stages, factors)
+        kernels |= {"dispatch_send": shown * dispatch, "combine_send": shown * combine}
+        kernels |= {"dispatch_recv": 0.0, "combine_recv": 0.0}
+        return overlap.MicroBatch(kernels, self.hidden * dispatch, self.hidden * combine)
+
+
+def us_of(terms: Mapping[str, Term], factors: Mapping[str, float]) -> dict[str, float]:
+    """Stages' times, us, every group of terms times its factor."""
+    return {name: term.us * factors.get(GROUPS[name], 1.0) for name, term in terms.items()}
 
 
 def moe_layer(d: Deployment, kernels: Kernels, exchange: Exchange, batch: float, q_len: float) -> LayerTerms:

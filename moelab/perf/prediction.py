@@ -155,7 +155,7 @@ def evaluate(
     by_category = {c: steady.by_category.get(c, 0.0) for c in CATEGORIES}
     return Prediction(
         d, chosen, total_us / 1e3, speed, per_gpu, node * per_gpu, {"total": steady.us, **by_category},
-        overlap.dense(_us(step.dense, {})).us, {name: term.us for name, term in step.tail.items()}, parts,
+        overlap.dense(layer.us_of(step.dense, {})).us, {name: term.us for name, term in step.tail.items()}, parts,
         d.batch <= largest, largest, step.interval(chosen) if interval else {}, origins, _notes(d, origins, largest),
     )  # fmt: skip
 
@@ -182,9 +182,9 @@ class _Step:
         """(us of the whole step, one MoE layer), every group of terms times its factor."""
         f = {} if factors is None else factors
         model = self.d.model
-        parts = [_micro(self.half, f)] * 2 if schedule == "microbatch" else [_micro(self.whole, f)]
+        parts = [self.half.micro_batch(f)] * 2 if schedule == "microbatch" else [self.whole.micro_batch(f)]
         moe, one = overlap.layers(schedule, model.num_moe_layers, parts)
-        dense = model.first_k_dense_replace * overlap.dense(_us(self.dense, f)).us
+        dense = model.first_k_dense_replace * overlap.dense(layer.us_of(self.dense, f)).us
         return moe + dense + sum(term.us * f.get(name, 1.0) for name, term in self.tail.items()), one
 
     def scaled(self, factors: Mapping[str, float]) -> _Step:
@@ -232,19 +232,6 @@ class _Step:
             error = sum(t.us * t.error for t in parts) / term.us if parts else term.error  # wrong together
             found[name] = Origin(term.us / 1e3, term.origin, error, term.source)
         return found
-
-
-def _micro(terms: LayerTerms, factors: Mapping[str, float]) -> overlap.MicroBatch:
-    stages, shown = _us(terms.stages, factors), 1 - terms.hidden
-    dispatch = terms.dispatch.us * factors.get("Dispatch", 1.0)
-    combine = terms.combine.us * factors.get("Combine", 1.0)
-    stages |= {"dispatch_send": shown * dispatch, "combine_send": shown * combine}
-    stages |= {"dispatch_recv": 0.0, "combine_recv": 0.0}
-    return overlap.MicroBatch(stages, terms.hidden * dispatch, terms.hidden * combine)
-
-
-def _us(terms: Mapping[str, Term], factors: Mapping[str, float]) -> dict[str, float]:
-    return {name: term.us * factors.get(GROUPS[name], 1.0) for name, term in terms.items()}
 
 
 def _scaled(terms: Mapping[str, Term], factors: Mapping[str, float]) -> dict[str, Term]:
