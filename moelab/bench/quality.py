@@ -194,7 +194,8 @@ def _quantize_weights(model: DeepSeek, scheme: str) -> None:
     """Every matrix that a checkpoint keeps in FP8, in place; gate and up each by itself."""
     for layer in model.layers:
         a, f = layer.attention, layer.feed_forward
-        for weight in (a.q_a_w, a.q_b_w, a.kv_a_w, a.w_uk, a.w_uv, a.o_w):
+        q_a, kv_a = a.qkv_a_w.split([a.config.q_lora_rank, a.config.latent_dim])
+        for weight in (q_a, a.q_b_w, kv_a, a.w_uk.mT, a.w_uv, a.o_w):
             weight.copy_(round_trip(weight, scheme))
         pairs = [(f.gate_up_w, f.down_w)] if isinstance(f, MoE) else []
         mlp = f.shared_mlp if isinstance(f, MoE) else f.mlp

@@ -28,22 +28,30 @@ def cut(q_lens: list[int]) -> int:
 def split(state: State) -> tuple[State, State]:
     """The state of each half, either or both without tokens. `has_work` and the way to attend are the whole batch's:
     the group is idle in both halves or in none."""
-    chunks = state.batch.chunks
-    first = cut([chunk.q_len for chunk in chunks])
-    row = sum(chunk.q_len for chunk in chunks[:first])
-    return _part(state, slice(0, row), slice(0, first)), _part(state, slice(row, None), slice(first, None))
+    halves = state.batch.halves or halve(state.batch)
+    row = halves[0].num_tokens
+    return _part(state, halves[0], slice(0, row)), _part(state, halves[1], slice(row, None))
 
 
-def _part(state: State, rows: slice, chunks: slice) -> State:
-    whole = state.batch
-    batch = Batch(
-        whole.tokens[rows], whole.positions[rows], whole.slots[rows], whole.chunks[chunks], whole.absorbed,
-        whole.has_work,
-    )  # fmt: skip
-    return State(batch, state.cache, state.cos[rows], state.sin[rows], state.residual[rows])
+def halve(batch: Batch) -> tuple[Batch, Batch]:
+    """The batch of each half."""
+    first = cut([chunk.q_len for chunk in batch.chunks])
+    row = sum(chunk.q_len for chunk in batch.chunks[:first])
+
+    def half(rows: slice, chunks: slice) -> Batch:
+        columns = (column[rows] for column in (batch.tokens, batch.positions, batch.slots))
+        return Batch(*columns, batch.chunks[chunks], batch.absorbed, batch.has_work)
+
+    return half(slice(0, row), slice(0, first)), half(slice(row, None), slice(first, None))
+
+
+def _part(state: State, batch: Batch, rows: slice) -> State:
+    update = tuple(term[rows] for term in state.update)
+    return State(batch, state.cache, state.cos[rows], state.sin[rows], state.residual[rows], update)
 
 
 def join(state: State, parts: tuple[State, State]) -> None:
     """Put the halves' residual streams back into the whole state, and the exchange that was last."""
     state.residual = torch.cat([part.residual for part in parts])
+    state.update = tuple(torch.cat(terms) for terms in zip(*(part.update for part in parts), strict=True))
     state.handle = parts[-1].handle

@@ -13,6 +13,7 @@ from moelab.engine.kv_cache import PAGE_SIZE, pages_for
 from moelab.engine.memory import available_bytes, need
 from moelab.engine.sequence import Sampling
 from moelab.launch.worker import Context
+from moelab.model.arithmetic import Plain
 from moelab.model.deepseek import DeepSeek
 
 # Room for this many tokens is always enough to go on, where one sequence does not need more by itself: others
@@ -39,7 +40,7 @@ def generate(context: Context, job: dict[str, Any]) -> None:
     needed = need(config, parallel, dtype, job["step_tokens"], cache_tokens, job["overlap"])
     needed.check(available_bytes(context.device, sharing), longest)
 
-    where = dict(rank=context.rank, dtype=dtype, device=context.device)
+    where = dict(rank=context.rank, arithmetic=Plain(dtype), device=context.device)
     model = DeepSeek.load(job["folder"], parallel, job["step_tokens"], **where, progress=progress)
     engine = Engine(model, cache_tokens, job["overlap"], job["draft_tokens"])
     sampling = Sampling(job["max_tokens"], job["temperature"], job["seed"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moelab.comm.alltoall import Handle
+from moelab.model.arithmetic import Rows
+from moelab.ops.mla_cache import LatentCache
+from moelab.ops.mla_decode import MlaDecode
 
 
 @dataclass
@@ -28,14 +32,20 @@ class Batch:
 
     `absorbed` says how attention runs: on the latent cache itself (decode: few queries for each cached row), or as
     multi-head attention on keys and values expanded from it (prefill). The results agree but for rounding.
+
+    With `decode`, planned for this batch, absorbed attention is a call of it, and nothing reads `chunks`: so it must be
+    where a step is captured. Such a step has rows behind its real ones: their slot is −1 and they are routed nowhere.
     """
 
     tokens: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64: where each token's row goes, page · page_size + offset
+    slots: torch.Tensor  # [T] int64: where each token's row goes, page · page_size + offset; −1 for padding
     chunks: list[Chunk]
     absorbed: bool
     has_work: bool  # of the DP group: travels with every dispatch
+    num_real: torch.Tensor | None = None  # int32 [1] on the device: rows from it on are padding; None: there is none
+    decode: MlaDecode | None = None
+    halves: tuple[Batch, Batch] | None = None  # of which two micro-batches are made, where they are laid out ahead
 
     @property
     def num_tokens(self) -> int:
@@ -47,14 +57,15 @@ class State:
     """Values between the stages of one layer, named as in `moelab.stages`, and the batch they belong to."""
 
     batch: Batch
-    cache: torch.Tensor  # [layers, pages, page_size, latent_dim], the KV cache
+    cache: Sequence[LatentCache]  # of each layer; one tensor [layers, pages, page_size, latent_dim] will do
     cos: torch.Tensor  # [T, rope_dim / 2]
     sin: torch.Tensor
-    residual: torch.Tensor  # [T, H]
-    x: torch.Tensor | None = None  # [T, H], normalised
+    residual: torch.Tensor  # [T, H]; with `update`, which an arithmetic may leave to be added by the next norm
+    update: tuple[torch.Tensor, ...] = ()
+    x: Rows | None = None  # [T, H], normalised
     q_a: torch.Tensor | None = None  # [T, q_lora]
     kv_a: torch.Tensor | None = None  # [T, kv_lora + rope]
-    q_c: torch.Tensor | None = None  # [T, q_lora], normalised
+    q_c: Rows | None = None  # [T, q_lora], normalised
     latent: torch.Tensor | None = None  # [T, kv_lora], normalised
     k_pe: torch.Tensor | None = None  # [T, rope], not normalised
     q_nope: torch.Tensor | None = None  # [T, heads, nope]
@@ -67,10 +78,10 @@ class State:
     topk_weights: torch.Tensor | None = None  # [T, K] float32
     shared: torch.Tensor | None = None  # [T, H]
     handle: Handle | None = None  # the exchange in flight, afterwards the last one
-    rows: torch.Tensor | None = None  # [E/ep, dp · M, H]
+    rows: Rows | None = None  # [E/ep, dp · M, H]
     counts: torch.Tensor | None = None  # [E/ep] int32
     gate_up: torch.Tensor | None = None
-    act: torch.Tensor | None = None
+    act: Rows | None = None
     expert_out: torch.Tensor | None = None  # [E/ep, dp · M, H]
 
     @property

@@ -8,19 +8,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear
 
 from moelab.comm import AllToAll, VirtualRanks
 from moelab.comm.tensor_parallel import TensorParallelGroup
-from moelab.config import ConfigError, ModelConfig, ParallelConfig
+from moelab.config import ModelConfig, ParallelConfig
+from moelab.model.arithmetic import Arithmetic, Plain
 from moelab.model.batch import Batch, State
 from moelab.model.layer import DecoderLayer
 from moelab.model.mtp import MTP
-from moelab.model.weights import Checkpoint
-from moelab.ops.norm import rms_norm
+from moelab.model.weights import Checkpoint, Source
 from moelab.ops.rope import cos_sin
-
-PAYLOAD = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @dataclass
@@ -29,6 +26,7 @@ class DeepSeek:
 
     config: ModelConfig
     parallel: ParallelConfig
+    arithmetic: Arithmetic
     all_to_all: AllToAll
     embed_w: torch.Tensor
     layers: list[DecoderLayer]
@@ -39,28 +37,31 @@ class DeepSeek:
     @classmethod
     def load(
         cls,
-        folder: str | Path,
+        source: str | Path | Source,
         parallel: ParallelConfig,
         max_tokens: int,
         *,
         rank: int = 0,
-        dtype: torch.dtype = torch.float32,
+        arithmetic: Arithmetic | None = None,
         device: str = "cpu",
         group: object | None = None,
+        tp_group: TensorParallelGroup | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> DeepSeek:
         """Load this rank's share. Collective over the default process group where `parallel.ep` > 1.
 
-        `max_tokens` is the most tokens that one DP group may bring to a step, the same on all ranks. `group` is
-        where the experts' exchange happens, as `AllToAll` takes it; by default the default process group, or this
-        process alone. `progress` is told after each layer how many of how many are loaded.
+        `source`: a checkpoint's folder, or another source of weights, on `device`. `max_tokens` is the most tokens that
+        one DP group may bring to a step, the same on all ranks. `arithmetic`: how to compute, by default plain torch in
+        float32. `group` is where the experts' exchange happens, as `AllToAll` takes it; by default the default process
+        group, or this process alone. `tp_group` sums attention over the ranks of a DP group; by default it is made from
+        `group`. `progress` is told after each layer how many of how many are loaded.
         """
-        if dtype not in PAYLOAD:
-            # float16 overflows in DeepSeek-V3's activations.
-            raise ConfigError(f"dtype is {dtype}: legal are {', '.join(map(str, PAYLOAD))}")
-        checkpoint = Checkpoint(folder, dtype, device)
-        config = checkpoint.config
+        arithmetic = arithmetic or Plain()
+        if isinstance(source, str | Path):
+            source = Checkpoint(source, arithmetic.dtype, device)
+        config = source.config
         parallel.check(config)
+        arithmetic.check(config)
         if group is None:
             group = dist.group.WORLD if parallel.ep > 1 else VirtualRanks(1).rank(0)
         all_to_all = AllToAll(
@@ -69,24 +70,26 @@ class DeepSeek:
             config.num_experts_per_tok,
             config.hidden_size,
             max_tokens,
-            payload=PAYLOAD[dtype],
             group=group,
             device=device,
+            **arithmetic.exchange,
         )
-        tp_group = TensorParallelGroup.create(parallel, rank, group)
+        if tp_group is None:
+            tp_group = TensorParallelGroup.create(parallel, rank, group)
         layers, total = [], config.num_hidden_layers + config.num_nextn_predict_layers
         for layer in range(total):
-            layers.append(DecoderLayer.load(checkpoint, layer, parallel, rank, all_to_all, tp_group))
+            layers.append(DecoderLayer.load(source, arithmetic, layer, parallel, rank, all_to_all, tp_group))
             progress(len(layers), total)
-        mtp = MTP.load(checkpoint, layers.pop()) if config.num_nextn_predict_layers else None
+        mtp = MTP.load(source, layers.pop()) if config.num_nextn_predict_layers else None
         return cls(
             config,
             parallel,
+            arithmetic,
             all_to_all,
-            embed_w=checkpoint.tensor("model.embed_tokens.weight"),
+            embed_w=source.tensor("model.embed_tokens.weight"),
             layers=layers,
-            norm_w=checkpoint.tensor("model.norm.weight"),
-            head_w=checkpoint.tensor("lm_head.weight"),
+            norm_w=source.tensor("model.norm.weight"),
+            head_w=source.tensor("lm_head.weight"),
             mtp=mtp,
         )
 
@@ -113,11 +116,11 @@ class DeepSeek:
 
     def finish(self, state: State) -> torch.Tensor:
         """The residual stream after the last layer -> normed hidden states [T, H]."""
-        return rms_norm(state.residual, self.norm_w, self.config.rms_norm_eps)
+        return self.arithmetic.settled(state, self.norm_w, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normed hidden states [N, H] -> float32 [N, vocab]."""
-        return linear(hidden, self.head_w).float()
+        return self.arithmetic.logits(hidden, self.head_w)
 
     def close(self) -> None:
         """Collective: end the exchange between the ranks. May be called twice."""

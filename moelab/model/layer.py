@@ -13,11 +13,11 @@ import torch
 from moelab.comm import AllToAll
 from moelab.comm.tensor_parallel import TensorParallelGroup
 from moelab.config import ParallelConfig
+from moelab.model.arithmetic import Arithmetic
 from moelab.model.batch import State
 from moelab.model.mla import Attention
 from moelab.model.moe import MLP, Dense, MoE
-from moelab.model.weights import Checkpoint
-from moelab.ops.norm import rms_norm
+from moelab.model.weights import Source
 from moelab.stages import DENSE_LAYER, MOE_LAYER, Stage
 
 
@@ -25,6 +25,7 @@ from moelab.stages import DENSE_LAYER, MOE_LAYER, Stage
 class DecoderLayer:
     """x += attention(norm(x)); x += feed_forward(norm(x)), cut into stages."""
 
+    arithmetic: Arithmetic
     eps: float
     input_norm_w: torch.Tensor
     post_norm_w: torch.Tensor
@@ -35,7 +36,8 @@ class DecoderLayer:
     @classmethod
     def load(
         cls,
-        checkpoint: Checkpoint,
+        source: Source,
+        arithmetic: Arithmetic,
         layer: int,
         parallel: ParallelConfig,
         rank: int,
@@ -43,15 +45,16 @@ class DecoderLayer:
         tp_group: TensorParallelGroup,
     ) -> DecoderLayer:
         prefix = f"model.layers.{layer}"
-        attention = Attention.load(checkpoint, f"{prefix}.self_attn", layer, parallel, rank)
-        if checkpoint.config.is_moe(layer):
-            feed_forward = MoE.load(checkpoint, f"{prefix}.mlp", parallel, rank, all_to_all)
+        attention = Attention.load(source, arithmetic, f"{prefix}.self_attn", layer, parallel, rank)
+        if source.config.is_moe(layer):
+            feed_forward = MoE.load(source, arithmetic, f"{prefix}.mlp", parallel, rank, all_to_all)
         else:
-            feed_forward = Dense(MLP.load(checkpoint, f"{prefix}.mlp"))
+            feed_forward = Dense(arithmetic, MLP.load(source, arithmetic, f"{prefix}.mlp"))
         return cls(
-            checkpoint.config.rms_norm_eps,
-            checkpoint.tensor(f"{prefix}.input_layernorm.weight"),
-            checkpoint.tensor(f"{prefix}.post_attention_layernorm.weight"),
+            arithmetic,
+            source.config.rms_norm_eps,
+            source.tensor(f"{prefix}.input_layernorm.weight"),
+            source.tensor(f"{prefix}.post_attention_layernorm.weight"),
             attention,
             feed_forward,
             tp_group,
@@ -66,11 +69,11 @@ class DecoderLayer:
         getattr(owner, stage.name)(state)
 
     def input_norm(self, s: State) -> None:
-        s.x = rms_norm(s.residual, self.input_norm_w, self.eps)
+        s.x = self.arithmetic.norm(s, self.input_norm_w, self.eps)
 
     def tp_reduce(self, s: State) -> None:
         s.attention = self.tp_group.all_reduce(s.attention)
 
     def post_norm(self, s: State) -> None:
-        s.residual = s.residual + s.attention
-        s.x = rms_norm(s.residual, self.post_norm_w, self.eps)
+        self.arithmetic.add(s, s.attention)
+        s.x = self.arithmetic.norm(s, self.post_norm_w, self.eps, routed=isinstance(self.feed_forward, MoE))

@@ -11,47 +11,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
 
 from moelab.comm import AllToAll
 from moelab.config import ModelConfig, ParallelConfig
+from moelab.model.arithmetic import Arithmetic, Rows, Weight
 from moelab.model.batch import State
-from moelab.model.weights import Checkpoint
-from moelab.ops.activation import silu_mul
-from moelab.ops.grouped_gemm import grouped_gemm
-from moelab.ops.router import route
+from moelab.model.weights import Source
 
 
 @dataclass
 class MLP:
     """gate_up [2·I, H], gate first; down [H, I]."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    arithmetic: Arithmetic
+    gate_up: Weight
+    down: Weight
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, prefix: str) -> MLP:
-        gate_up = [checkpoint.linear(f"{prefix}.{name}") for name in ("gate_proj", "up_proj")]
-        return cls(torch.cat(gate_up), checkpoint.linear(f"{prefix}.down_proj"))
+    def load(cls, source: Source, arithmetic: Arithmetic, prefix: str) -> MLP:
+        gate_up = arithmetic.weight(source, f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        return cls(arithmetic, gate_up, arithmetic.weight(source, f"{prefix}.down_proj"))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(silu_mul(linear(x, self.gate_up)), self.down)
+    def __call__(self, x: Rows) -> torch.Tensor:
+        gate_up = self.arithmetic.linear(x, self.gate_up)
+        return self.arithmetic.linear(self.arithmetic.silu_mul(gate_up), self.down)
 
 
 @dataclass
 class Dense:
     """The feed-forward of the first layers, whole on every rank."""
 
+    arithmetic: Arithmetic
     mlp: MLP
 
     def dense_gate_up(self, s: State) -> None:
-        s.gate_up = linear(s.x, self.mlp.gate_up)
+        s.gate_up = self.arithmetic.linear(s.x, self.mlp.gate_up)
 
     def dense_silu_mul(self, s: State) -> None:
-        s.act = silu_mul(s.gate_up)
+        s.act = self.arithmetic.silu_mul(s.gate_up)
 
     def dense_down(self, s: State) -> None:
-        s.residual = s.residual + linear(s.act, self.mlp.down)
+        self.arithmetic.add(s, self.arithmetic.linear(s.act, self.mlp.down))
 
 
 @dataclass
@@ -59,67 +59,77 @@ class MoE:
     """This rank's experts of one layer, the router and the shared expert, and the exchange between the ranks."""
 
     config: ModelConfig
+    arithmetic: Arithmetic
     all_to_all: AllToAll
     gate_w: torch.Tensor  # [E, H]
     gate_bias: torch.Tensor | None  # float32 [E]; Mixtral-style routing has none
-    gate_up_w: torch.Tensor  # [E/ep, 2·I, H]
-    down_w: torch.Tensor  # [E/ep, H, I]
+    gate_up_w: Weight  # [E/ep, 2·I, H]
+    down_w: Weight  # [E/ep, H, I]
     shared_mlp: MLP | None
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, prefix: str, parallel: ParallelConfig, rank: int, all_to_all: AllToAll
+        cls,
+        source: Source,
+        arithmetic: Arithmetic,
+        prefix: str,
+        parallel: ParallelConfig,
+        rank: int,
+        all_to_all: AllToAll,
     ) -> MoE:
-        config = checkpoint.config
+        config = source.config
         experts = [
-            MLP.load(checkpoint, f"{prefix}.experts.{expert}")
+            MLP.load(source, arithmetic, f"{prefix}.experts.{expert}")
             for expert in parallel.experts(rank, config.n_routed_experts)
         ]
         has_bias = config.scoring_func == "sigmoid"
         return cls(
             config,
+            arithmetic,
             all_to_all,
-            gate_w=checkpoint.tensor(f"{prefix}.gate.weight"),
-            gate_bias=checkpoint.tensor(f"{prefix}.gate.e_score_correction_bias", torch.float32) if has_bias else None,
-            gate_up_w=torch.stack([expert.gate_up for expert in experts]),
-            down_w=torch.stack([expert.down for expert in experts]),
-            shared_mlp=MLP.load(checkpoint, f"{prefix}.shared_experts") if config.n_shared_experts else None,
+            gate_w=source.tensor(f"{prefix}.gate.weight"),
+            gate_bias=source.tensor(f"{prefix}.gate.e_score_correction_bias", torch.float32) if has_bias else None,
+            gate_up_w=arithmetic.experts([expert.gate_up for expert in experts]),
+            down_w=arithmetic.experts([expert.down for expert in experts]),
+            shared_mlp=MLP.load(source, arithmetic, f"{prefix}.shared_experts") if config.n_shared_experts else None,
         )
 
     def gate(self, s: State) -> None:
-        config = self.config
-        s.topk_ids, s.topk_weights = route(
-            linear(s.x.float(), self.gate_w.float()),
-            self.gate_bias,
-            top_k=config.num_experts_per_tok,
-            n_group=config.n_group,
-            topk_group=config.topk_group,
-            scoring=config.scoring_func,
-            renormalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
+        s.topk_ids, s.topk_weights = self.arithmetic.route(
+            self.config, s.x, self.gate_w, self.gate_bias, s.batch.num_real
         )
 
     def dispatch_send(self, s: State) -> None:
-        s.handle = self.all_to_all.dispatch_send(s.x, s.topk_ids, s.topk_weights, has_work=s.batch.has_work)
+        x, scales = self.arithmetic.payload(s.x)
+        s.handle = self.all_to_all.dispatch_send(
+            x, s.topk_ids, s.topk_weights, scales, s.batch.num_real, s.batch.has_work
+        )
 
     def shared_expert(self, s: State) -> None:
-        s.shared = self.shared_mlp(s.x) if self.shared_mlp else torch.zeros_like(s.x)
+        s.shared = self.shared_mlp(s.x) if self.shared_mlp else torch.zeros_like(s.residual)
 
     def dispatch_recv(self, s: State) -> None:
-        s.rows, _, s.counts = self.all_to_all.dispatch_recv(s.handle)
+        rows, scales, s.counts = self.all_to_all.dispatch_recv(s.handle)
+        s.rows = self.arithmetic.received(rows, scales)
 
     def gate_up(self, s: State) -> None:
-        s.gate_up = grouped_gemm(s.rows, self.gate_up_w, s.counts)
+        s.gate_up = self.arithmetic.grouped(s.rows, self.gate_up_w, s.counts, self._expected_m(s))
 
     def silu_mul_quant(self, s: State) -> None:
-        s.act = silu_mul(s.gate_up)
+        s.act = self.arithmetic.silu_mul(s.gate_up, s.counts)
 
     def down(self, s: State) -> None:
-        s.expert_out = grouped_gemm(s.act, self.down_w, s.counts)
+        s.expert_out = self.arithmetic.grouped(s.act, self.down_w, s.counts, self._expected_m(s))
 
     def combine_send(self, s: State) -> None:
         self.all_to_all.combine_send(s.handle, s.expert_out)
 
     def combine_recv(self, s: State) -> None:
-        routed = self.all_to_all.combine_recv(s.handle, torch.empty_like(s.x))
-        s.residual = s.residual + (routed + s.shared)
+        routed = self.all_to_all.combine_recv(s.handle, torch.empty_like(s.residual))
+        self.arithmetic.add(s, routed, s.shared)
+
+    def _expected_m(self, s: State) -> int:
+        """Rows of an expert if every DP group has as many tokens as this one, evenly spread."""
+        config = self.config
+        rows = self.all_to_all.spec.parallel.dp * s.batch.num_tokens * config.num_experts_per_tok
+        return max(1, round(rows / config.n_routed_experts))

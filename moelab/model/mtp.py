@@ -15,8 +15,7 @@ from torch.nn.functional import linear
 
 from moelab.model.batch import State
 from moelab.model.layer import DecoderLayer
-from moelab.model.weights import Checkpoint
-from moelab.ops.norm import rms_norm
+from moelab.model.weights import Source
 
 
 @dataclass
@@ -31,22 +30,23 @@ class MTP:
     head_norm_w: torch.Tensor
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, layer: DecoderLayer) -> MTP:
-        prefix = f"model.layers.{checkpoint.config.num_hidden_layers}"
+    def load(cls, source: Source, layer: DecoderLayer) -> MTP:
+        prefix = f"model.layers.{source.config.num_hidden_layers}"
         return cls(
             layer,
-            checkpoint.config.rms_norm_eps,
-            enorm_w=checkpoint.tensor(f"{prefix}.enorm.weight"),
-            hnorm_w=checkpoint.tensor(f"{prefix}.hnorm.weight"),
-            eh_proj_w=checkpoint.tensor(f"{prefix}.eh_proj.weight"),
-            head_norm_w=checkpoint.tensor(f"{prefix}.shared_head.norm.weight"),
+            source.config.rms_norm_eps,
+            enorm_w=source.tensor(f"{prefix}.enorm.weight"),
+            hnorm_w=source.tensor(f"{prefix}.hnorm.weight"),
+            eh_proj_w=source.tensor(f"{prefix}.eh_proj.weight"),
+            head_norm_w=source.tensor(f"{prefix}.shared_head.norm.weight"),
         )
 
     def project(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Embeddings of the tokens after, and normed hidden states, [T, H] each -> the layer's residual stream."""
-        joined = (rms_norm(embedding, self.enorm_w, self.eps), rms_norm(hidden, self.hnorm_w, self.eps))
+        norm = self.layer.arithmetic.rms_norm
+        joined = (norm(embedding, self.enorm_w, self.eps), norm(hidden, self.hnorm_w, self.eps))
         return linear(torch.cat(joined, dim=-1), self.eh_proj_w)
 
     def finish(self, state: State) -> torch.Tensor:
         """The layer's residual stream -> u [T, H], for the head and for the next draft step."""
-        return rms_norm(state.residual, self.head_norm_w, self.eps)
+        return self.layer.arithmetic.settled(state, self.head_norm_w, self.eps)

@@ -11,20 +11,42 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from moelab.config import ConfigError, ModelConfig, MoelabError
 from moelab.ops.fp8 import BLOCK, dequantize_block, num_blocks
+from moelab.ops.quantize import Quantized
+from moelab.ops.quantize_blocks import quantize_blocks
+
+ALL = slice(None)
 
 
 class CheckpointError(MoelabError):
     """A checkpoint whose files do not hold what its configuration says."""
 
 
+class Source(Protocol):
+    """Where a model's weights come from, by the names of a checkpoint (`tensor_shapes`)."""
+
+    config: ModelConfig
+    device: torch.device | str
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole unquantised tensor."""
+
+    def linear(self, name: str, rows: slice = ALL, cols: slice = ALL) -> torch.Tensor:
+        """The weight [out, in] of a linear layer, or rows or columns of it, in the source's dtype."""
+
+    def quantized(self, name: str, rows: slice = ALL, cols: slice = ALL) -> Quantized:
+        """The same in FP8: values [out, in], float32 scales of their blocks [⌈out/128⌉, ⌈in/128⌉]. Slices lie on whole
+        blocks."""
+
+
 class Checkpoint:
-    """The tensors of a checkpoint's folder, dequantised to `dtype` as they are read."""
+    """The tensors of a checkpoint's folder, dequantised to `dtype` as they are read. A `Source`."""
 
     def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu"):
         self.folder = Path(folder)
@@ -39,19 +61,29 @@ class Checkpoint:
         self._check_names()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole unquantised tensor."""
         return self._read(name).to(self.device, dtype or self.dtype)
 
-    def linear(self, name: str, rows: slice = slice(None), cols: slice = slice(None)) -> torch.Tensor:
-        """The weight [out, in] of a linear layer, or rows or columns of it, dequantised if it is stored in FP8.
+    def linear(self, name: str, rows: slice = ALL, cols: slice = ALL) -> torch.Tensor:
+        """Dequantised if it is stored in FP8; slices of such a weight must lie on whole blocks of 128."""
+        if not self._is_quantized(name):
+            return self._read(f"{name}.weight", rows, cols).to(self.device, self.dtype)
+        return dequantize_block(*self._read_pair(name, rows, cols), self.dtype)
 
-        Slices of a quantised weight must lie on whole blocks of 128.
-        """
-        weight = self._read(f"{name}.weight", rows, cols)
-        if f"{name}.weight_scale_inv" not in self.shapes:
-            return weight.to(self.device, self.dtype)
-        scale = self._read(f"{name}.weight_scale_inv", *(_block_slice(name, part) for part in (rows, cols)))
-        return dequantize_block(weight.to(self.device), scale.to(self.device), self.dtype)
+    def quantized(self, name: str, rows: slice = ALL, cols: slice = ALL) -> Quantized:
+        """As it is stored, or quantised now if it is stored in another dtype."""
+        if self._is_quantized(name):
+            return self._read_pair(name, rows, cols)
+        for part in (rows, cols):
+            _block_slice(name, part)  # raises
+        return quantize_blocks(self._read(f"{name}.weight", rows, cols).to(self.device))
+
+    def _is_quantized(self, name: str) -> bool:
+        return f"{name}.weight_scale_inv" in self.shapes
+
+    def _read_pair(self, name: str, rows: slice, cols: slice) -> Quantized:
+        values = self._read(f"{name}.weight", rows, cols)
+        scales = self._read(f"{name}.weight_scale_inv", *(_block_slice(name, part) for part in (rows, cols)))
+        return values.to(self.device), scales.to(self.device)
 
     def _has_mtp(self) -> bool:
         prefix = f"model.layers.{self.config.num_hidden_layers}."
@@ -77,7 +109,7 @@ class Checkpoint:
             self._open[file] = _open(self.folder / file)
         return self._open[file].get_slice(name)
 
-    def _read(self, name: str, rows: slice = slice(None), cols: slice = slice(None)) -> torch.Tensor:
+    def _read(self, name: str, rows: slice = ALL, cols: slice = ALL) -> torch.Tensor:
         view, expected = self._slice(name), list(self.shapes[name])
         if view.get_shape() != expected:
             raise CheckpointError(
@@ -98,7 +130,7 @@ def _open(path: Path):
 
 
 def _block_slice(name: str, part: slice) -> slice:
-    if part == slice(None):
+    if part == ALL:
         return part
     if part.start % BLOCK or part.stop % BLOCK:
         raise ConfigError(f"{name}: cut at {part.start}…{part.stop}; an FP8 weight is cut at multiples of {BLOCK}")

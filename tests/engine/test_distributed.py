@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from moelab.config import ModelConfig, ParallelConfig, preset
 from moelab.engine.engine import Engine
 from moelab.engine.sequence import Sampling
+from moelab.model.arithmetic import Plain
 from moelab.model.deepseek import DeepSeek
 from moelab.ops.fp8 import dequantize_block
 from tests.helpers import Session, load_alone
@@ -166,7 +167,7 @@ def test_bfloat16_on_a_gpu_stays_near_float32_on_the_cpu():
     tokens = prompts()[1]
     reference = load_alone(TINYSEEK)
     expected = reference.logits(Session(reference).feed(tokens, absorbed=False))
-    model = load_alone(TINYSEEK, dtype=torch.bfloat16, device="cuda")
+    model = load_alone(TINYSEEK, arithmetic=Plain(torch.bfloat16), device="cuda")
     session = Session(model)
     ours = model.logits(session.feed(tokens, absorbed=True)).cpu()
     assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95

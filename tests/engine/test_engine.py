@@ -14,6 +14,7 @@ from moelab.engine.engine import Engine
 from moelab.engine.kv_cache import PagedCache
 from moelab.engine.sampler import sample
 from moelab.engine.sequence import Sampling, Sequence
+from moelab.model.arithmetic import Plain
 from moelab.model.deepseek import DeepSeek
 from tests.helpers import load_alone
 
@@ -159,4 +160,4 @@ def test_ranks_with_unequal_and_no_requests_step_together_and_stop_after_the_sam
 
 def test_half_precision_is_refused_before_anything_is_read(tiny_checkpoint):
     with pytest.raises(ConfigError, match="float16: legal are torch.float32, torch.bfloat16"):
-        load_alone(tiny_checkpoint, dtype=torch.float16)
+        load_alone(tiny_checkpoint, arithmetic=Plain(torch.float16))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moelab.config import ModelConfig
+from moelab.model.arithmetic import Plain
 from tests.conftest import SEED, make_oracle
 from tests.helpers import Session, load_alone
 
@@ -96,7 +97,7 @@ def test_moe_is_routed_experts_with_the_weights_plus_the_unscaled_shared_expert(
 
 def test_head_dim_of_the_config_is_not_believed(model, tiny_checkpoint):
     assert ModelConfig.from_hf(tiny_checkpoint).latent_dim == 32 + 8
-    assert model.moe_layers[0].attention.w_uk.shape == (4, 16, 32)
+    assert model.moe_layers[0].attention.w_uk.shape == (4, 32, 16)
 
 
 @pytest.mark.parametrize("change", [dict(rope_scaling=None), dict(n_group=1, topk_group=1), dict(n_shared_experts=2)])
@@ -112,7 +113,7 @@ def test_other_configurations(tmp_path, change):
 
 def test_bfloat16_stays_near(oracle, tiny_checkpoint, tokens, expected):
     """Bias and router stay in float32; the rest rounds. The error is that of transformers in bfloat16."""
-    model = load_alone(tiny_checkpoint, dtype=torch.bfloat16)
+    model = load_alone(tiny_checkpoint, arithmetic=Plain(torch.bfloat16))
     assert model.moe_layers[0].feed_forward.gate_bias.dtype == torch.float32
     ours = model.logits(Session(model).feed(tokens, absorbed=False))
     error = (ours - expected).square().mean().sqrt() / expected.std()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from moelab.comm import VirtualRanks
 from moelab.config import ConfigError, ModelConfig, ParallelConfig
 from moelab.model import weights
+from moelab.model.arithmetic import Plain
 from moelab.model.deepseek import DeepSeek
 from moelab.model.weights import Checkpoint, CheckpointError, tensor_shapes
 from moelab.ops.fp8 import dequantize_block, quantize_block
@@ -122,7 +123,7 @@ def load_share(folder, parallel, rank):
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         checkpoint.tensor(name)
     for layer in range(checkpoint.config.num_hidden_layers):
-        DecoderLayer.load(checkpoint, layer, parallel, rank, None, TensorParallelGroup())
+        DecoderLayer.load(checkpoint, Plain(checkpoint.dtype), layer, parallel, rank, None, TensorParallelGroup())
 
 
 def broken(folder, tmp_path, change):
@@ -226,7 +227,7 @@ def test_the_routers_bias_keeps_float32_whatever_the_model_runs_in(tmp_path):
     bias = torch.linspace(6.82, 7.06, 16)
     oracle.model.layers[2].mlp.gate.e_score_correction_bias.copy_(bias)
     oracle.save_pretrained(tmp_path)
-    model = load_alone(tmp_path, dtype=torch.bfloat16)
+    model = load_alone(tmp_path, arithmetic=Plain(torch.bfloat16))
     assert torch.equal(model.moe_layers[1].feed_forward.gate_bias, bias)
 
 
