@@ -22,8 +22,8 @@ EXPORT int moelab_a2a_most_blocks(const MoelabShape* shape, int what, int halves
   return most_blocks(pick<One<DirectLink>>(p, what, halves, quantize));
 }
 
-EXPORT int moelab_a2a_launch(const MoelabShape* shape, const MoelabCall* call, int what, int halves, int blocks, int early,
-                             void* stream) {
+EXPORT int moelab_a2a_launch(const MoelabShape* shape, const MoelabCall* call, int what, int halves, int blocks,
+                             int early, void* stream) {
   Plan p;
   if (make_plan(*shape, p) || blocks < 0) return cudaErrorInvalidValue;
   if (shape->protocol == MOELAB_PUTS) return launch_puts(p, *call, what, halves, blocks, early, stream);

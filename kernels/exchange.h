@@ -86,8 +86,8 @@ int moelab_a2a_launch_virtual(const MoelabShape* shape, const MoelabCall* calls,
                               int quantize, int out_dtype, void* stream);
 
 // NVSHMEM. The device half of it is linked into this library, so it is initialised here, also where the process has
-// initialised NVSHMEM before (the second initialisation only counts, and fills this library's copy of the device state).
-// Collective. uid: 128 bytes, the same on every rank.
+// initialised NVSHMEM before (the second initialisation only counts, and fills this library's copy of the device
+// state). Collective. uid: 128 bytes, the same on every rank.
 int moelab_nvshmem_init(const void* uid, int rank, int ranks);
 void moelab_nvshmem_finalize(void);
 // Writes this rank's number, as a kernel of this library sees it, to device memory.

@@ -100,8 +100,10 @@ __device__ bool gather_flagged(Rank<Link>& r, int block, int blocks) {
   for (int64_t t = threadIdx.x / 32 * blocks + block; t < n && !r.bad; t += warps * blocks) {
     const Coming coming = coming_of<kReturns>(r, home_of(r, t));
     bool ok = true;
-    if (coming.counts >> lane & 1)
-      ok = r.wait_flag(r.template at<u64>(slot, p.returned_flag) + t * p.lanes + coming.lane, kCombineRecv, coming.rank);
+    if (coming.counts >> lane & 1) {
+      const u64* flag = r.template at<u64>(slot, p.returned_flag) + t * p.lanes + coming.lane;
+      ok = r.wait_flag(flag, kCombineRecv, coming.rank);
+    }
     r.bad |= !__all_sync(0xffffffffu, ok);
     __syncwarp();  // a vote orders nothing: what some lanes acquired is now every lane's
     if (r.bad) break;

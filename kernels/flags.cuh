@@ -20,8 +20,8 @@ __device__ void notify(const Rank<Link>& r, int n, int part) {
   const int stride = p.notice_stride, words = (n + 31) / 32;
   for (int i = threadIdx.x; i < experts * stride; i += blockDim.x) bits[i] = 0;
   __syncthreads();
-  // Most pairs (t, k) are not ours: each block looks at all, so they are asked for 16 bytes and many at a time where the
-  // caller's ids are dense. What costs is left to `act`.
+  // Most pairs (t, k) are not ours: each block looks at all, so they are asked for 16 bytes and many at a time where
+  // the caller's ids are dense. What costs is left to `act`.
   const auto try_pair = [&](int i, int e, auto&& act) {
     if (e >= first ? e < first + experts : part == 0) act(i, e);
   };
@@ -181,7 +181,8 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
       }
       for (int i = lane; i - lane < p.image_units - p.row_units; i += 32) {
         uint4 scales{};
-        if (i < p.image_units - p.row_units) scales = scale_unit(p, c.scales + t * c.scales_stride, i, p.scales_per_row);
+        if (i < p.image_units - p.row_units)
+          scales = scale_unit(p, c.scales + t * c.scales_stride, i, p.scales_per_row);
         write(p.row_units + i, scales);
       }
     }

@@ -8,8 +8,8 @@ namespace {
 constexpr int kFlagStride = 16;  // words: flags stand 128 bytes apart, so that no two share a line
 constexpr int kMostRanks = 1024;
 
-// state: {epoch, failure}, aligned to 16 bytes. An epoch rises by one in every launch, so nothing is cleared and graphs replay. A wait that
-// outlasts its limit writes 1 + the peer that did not come, and later launches return at once.
+// state: {epoch, failure}, aligned to 16 bytes. An epoch rises by one in every launch, so nothing is cleared and graphs
+// replay. A wait that outlasts its limit writes 1 + the peer that did not come, and later launches return at once.
 __global__ void flag_kernel(u64* const* windows, int rank, int ranks, u64* state, u64 timeout_ns) {
   const int peer = threadIdx.x;
   const bool mine = peer < ranks && peer != rank;

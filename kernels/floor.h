@@ -9,8 +9,8 @@ extern "C" {
 #endif
 
 // One block: a flag to every other rank, and theirs awaited. windows: device array [ranks], each 128 bytes for every
-// rank, zeros at first, all mapped here; state: two words of zeros at a multiple of 16 bytes, of which the second becomes
-// 1 + a peer that did not come in time. Every rank launches it equally often.
+// rank, zeros at first, all mapped here; state: two words of zeros at a multiple of 16 bytes, of which the second
+// becomes 1 + a peer that did not come in time. Every rank launches it equally often.
 int moelab_floor_flag(uint64_t* const* windows, int rank, int ranks, uint64_t* state, uint64_t timeout_ns,
                       void* stream);
 // Does nothing.

@@ -90,7 +90,8 @@ inline int most_blocks(const Kernel& k) {
 }
 
 template <class Ranks>
-int launch(const Kernel& k, const Plan& plan, const Ranks& ranks, int grid, bool cooperative, bool early, void* stream) {
+int launch(const Kernel& k, const Plan& plan, const Ranks& ranks, int grid, bool cooperative, bool early,
+           void* stream) {
   if (int e = prepare(k)) return e;
   cudaLaunchAttribute attribute = {};
   if (cooperative) attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = 1;

@@ -70,8 +70,8 @@ __device__ __forceinline__ void let_next_grid_in() { asm volatile("griddepcontro
 #endif
 
 // A unit travels inverted: zero is what stands where nothing has come. Sixteen bytes of ones, which are NaN in every
-// format of values, would look so; their last value goes as the NaN of the other sign. With `flip` zero it travels as it is,
-// and sixteen zeros, which no packed scales are, end in the least scale that there is.
+// format of values, would look so; their last value goes as the NaN of the other sign. With `flip` zero it travels as
+// it is, and sixteen zeros, which no packed scales are, end in the least scale that there is.
 __device__ __forceinline__ void send_unit(void* p, uint4 v, uint32_t flip = 0xffffffffu) {
   v = {v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip};
   if ((v.x | v.y | v.z | v.w) == 0) v.w = flip ? 0x80000000u : 0x01000000u;

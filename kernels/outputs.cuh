@@ -67,8 +67,8 @@ struct Part {
   }
 };
 
-// What a token brought here, as the lanes of a warp see it: lane k has the row and weight of its k-th expert, and the lane
-// in which that, or the sum, goes home.
+// What a token brought here, as the lanes of a warp see it: lane k has the row and weight of its k-th expert, and the
+// lane in which that, or the sum, goes home.
 struct Term {
   uint32_t row;
   float weight;
@@ -110,8 +110,8 @@ __device__ __forceinline__ Coming coming_of(const Rank<Link>& r, const Entry& en
 }
 
 // --- by packets ---------------------------------------------------------------------------------------------------
-// Every warp for itself: a thread has one unit of a part of a token, and all of its rows in flight. Tokens of other ranks
-// come first: what travels to them is on its way while our own are summed.
+// Every warp for itself: a thread has one unit of a part of a token, and all of its rows in flight. Tokens of other
+// ranks come first: what travels to them is on its way while our own are summed.
 template <class Link, class Y, int kReturns>
 __device__ void return_packets(Rank<Link>& r) {
   using P = Part<Y, kReturns>;
@@ -164,7 +164,8 @@ __device__ void return_packets(Rank<Link>& r) {
       // To all ranks of the token's group.
 #pragma unroll 1
       for (int q = 0; q < tp; ++q) {
-        uint4* to = r.template at<uint4>(r.peer_slot(group * tp + q), p.returned) + (uint32_t)(token * p.lanes + lane) * units;
+        uint4* to = r.template at<uint4>(r.peer_slot(group * tp + q), p.returned);
+        to += (uint32_t)(token * p.lanes + lane) * units;
         if (unit < units) send_unit(to + unit, v);
       }
     }

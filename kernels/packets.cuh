@@ -1,12 +1,12 @@
-// Dispatch by packets: no flag is set and none awaited, since every 16 bytes say themselves that they have come. What is
-// sent has come when it is seen, one flight after it was stored, and the sender waits for nothing.
+// Dispatch by packets: no flag is set and none awaited, since every 16 bytes say themselves that they have come. What
+// is sent has come when it is seen, one flight after it was stored, and the sender waits for nothing.
 #pragma once
 #include "rows.cuh"
 
 namespace moelab {
 
-// Tells every rank how many rows of our group each of its experts gets. One block; a warp takes as many tokens at a time
-// as fit it with all their experts, so that an expert named twice is seen there. False: leave.
+// Tells every rank how many rows of our group each of its experts gets. One block; a warp takes as many tokens at a
+// time as fit it with all their experts, so that an expert named twice is seen there. False: leave.
 template <class Link>
 __device__ bool send_header(Rank<Link>& r, int n) {
   __shared__ uint32_t rows_of[kMaxHeaderExperts];
@@ -51,7 +51,8 @@ __device__ bool send_header(Rank<Link>& r, int n) {
   return true;
 }
 
-// A piece of work: a part of token j of the d-th rank from some first one on. A rank has plan.ranks * per_source * parts.
+// A piece of work: a part of token j of the d-th rank from some first one on. A rank has plan.ranks * per_source *
+// parts.
 struct Piece {
   int d, j, part;
   __device__ Piece(const Plan& p, int number, int parts) {
@@ -169,8 +170,10 @@ __device__ bool send_packets(Rank<Link>& r, int n) {
                                          : kForeign | (uint32_t)rank;
       const uint32_t bits = e < 0 ? 0 : __float_as_uint(weight);
       uint4 entries;
-      entries.x = __shfl_sync(0xffffffffu, where, 2 * lane), entries.y = __shfl_sync(0xffffffffu, bits, 2 * lane);
-      entries.z = __shfl_sync(0xffffffffu, where, 2 * lane + 1), entries.w = __shfl_sync(0xffffffffu, bits, 2 * lane + 1);
+      entries.x = __shfl_sync(0xffffffffu, where, 2 * lane);
+      entries.y = __shfl_sync(0xffffffffu, bits, 2 * lane);
+      entries.z = __shfl_sync(0xffffffffu, where, 2 * lane + 1);
+      entries.w = __shfl_sync(0xffffffffu, bits, 2 * lane + 1);
       uint8_t* slot = r.peer_slot(q);
       if (lane < p.entry_units) send_unit(r.entry(slot, me * p.per_source + piece.j, piece.part) + lane, entries);
     }
@@ -204,7 +207,8 @@ __device__ void receive_packets(Rank<Link>& r) {
     }
   }
 #pragma unroll 1
-  for (int q = threadIdx.x; tp > 1 && q < R && !r.bad; q += kDispatchThreads) {  // these too have ended their last exchange
+  // The other ranks of every group too have ended their last exchange.
+  for (int q = threadIdx.x; tp > 1 && q < R && !r.bad; q += kDispatchThreads) {
     uint4 v;
     if (q % tp) r.bad = !r.wait_line(r.header(slot, q), v, kDispatchRecv, q);
   }
@@ -214,7 +218,8 @@ __device__ void receive_packets(Rank<Link>& r) {
   if (tells) {
     const int busy = __syncthreads_or(work != 0);
 #pragma unroll 1
-    for (int s = threadIdx.x; s < R; s += kDispatchThreads) r.tokens_of()[s] = r.source_tokens(tokens[r.group_of(s)], s);
+    for (int s = threadIdx.x; s < R; s += kDispatchThreads)
+      r.tokens_of()[s] = r.source_tokens(tokens[r.group_of(s)], s);
     if (threadIdx.x == 0) *r.call.all_idle = !busy;
   }
 #pragma unroll 1
@@ -228,7 +233,8 @@ __device__ void receive_packets(Rank<Link>& r) {
     const int at_scale = kDispatchThreads - 1 - (int)threadIdx.x, scale = piece.part * part_scales + at_scale;
     const bool valid = unit < p.row_units, scaled = at_scale < part_scales && p.row_units + scale < p.image_units;
     uint4* staged = r.template at<uint4>(slot, p.staged) + at * p.staged_units;
-    uint4 *entries = r.entry(slot, at, piece.part) + lane, raw{}, entry{};  // asked for before it is known whether they come
+    // Asked for before it is known whether they come.
+    uint4 *entries = r.entry(slot, at, piece.part) + lane, raw{}, entry{};
     if (lane < p.entry_units) entry = load_whole(entries);
     if (valid) raw = load_whole(staged + unit);
     bool ok = lane >= p.entry_units || r.wait_unit(entries, entry, kDispatchRecv, s);

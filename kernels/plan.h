@@ -16,10 +16,10 @@
 // and, once, the error words. Where some peer is put to instead of stored to, an outbox follows: what is to be sent, in
 // this rank's own window.
 //
-// With packets every 16 bytes say themselves that they have come (memory.cuh). A *line* of a header, which all blocks of
-// the receiver read and every exchange writes anew, is 12 bytes and the low 32 bits of the epoch. All else is read by
-// one thread, and zero again once that has read it: a *unit* travels inverted, so that zero means that nothing is there
-// (packed scales, of which zero is none, travel as they are).
+// With packets every 16 bytes say themselves that they have come (memory.cuh). A *line* of a header, which all blocks
+// of the receiver read and every exchange writes anew, is 12 bytes and the low 32 bits of the epoch. All else is read
+// by one thread, and zero again once that has read it: a *unit* travels inverted, so that zero means that nothing is
+// there (packed scales, of which zero is none, travel as they are).
 //
 // The *state* of a rank, which nobody else sees, holds per slot: epochs[MOST_BLOCKS], the number of the last finished
 // exchange, one copy for each block; tokens, most, ticket; tokens_of[R]; home[M][K] {id, weight}; arrived[R][Q][K]
@@ -41,8 +41,8 @@ namespace moelab {
 #ifdef MOELAB_EMULATE
 constexpr int kDispatchThreads = 128, kCombineThreads = 64, kFlagThreads = 64;
 #else
-// 7168 FP8 values are 448 units, an output of 7168 bfloat16 values 896. With packets a thread has one of them, and a block
-// a part of a token; a part of a dispatched token is a multiple of 128 units, whose scales are whole units.
+// 7168 FP8 values are 448 units, an output of 7168 bfloat16 values 896. With packets a thread has one of them, and a
+// block a part of a token; a part of a dispatched token is a multiple of 128 units, whose scales are whole units.
 constexpr int kDispatchThreads = 256, kCombineThreads = 224, kFlagThreads = 512;
 #endif
 constexpr int kMaxTopK = 32;         // one lane of a warp for each expert of a token
@@ -56,7 +56,8 @@ constexpr uint32_t kForeign = 0x80000000u;  // with the destination rank in the 
 struct Plan {
   MoelabShape shape;
   int32_t ranks, local_experts, local_shift, per_source, scales_per_row, scale_words;  // local_shift: log2, or -1
-  uint32_t scale_flip;  // what a unit of scales is inverted with on its way: where scales are bytes, ones are one NaN of many
+  // What a unit of scales is inverted with on its way: where scales are bytes, ones are one NaN of many.
+  uint32_t scale_flip;
   int32_t row_units, image_units, staged_units;  // values of a row; with scales; rounded up to lines of 128 bytes
   int32_t y_bytes, y_units;                       // of an output value; of an output row
   int32_t returned_units, lanes;

@@ -2,10 +2,11 @@
 // put-with-signal. Setting all of windows[] but one's own to null forces the puts, also over NVLink.
 //
 // Windows lie in the symmetric heap. A put leaves after its call has returned: it reads from the outbox, which plan.h
-// puts into the window, and rank.cuh's barrier keeps from being overwritten too early. Neither quiet nor fence is used: a
-// signal is delivered after its own data, and no message depends on another.
+// puts into the window, and rank.cuh's barrier keeps from being overwritten too early. Neither quiet nor fence is used:
+// a signal is delivered after its own data, and no message depends on another.
 //
-// That one rank puts to another has to hold both ways: a notice that is put has one flag, one that is stored has several.
+// That one rank puts to another has to hold both ways: a notice that is put has one flag, one that is stored has
+// several.
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
@@ -16,8 +17,8 @@ namespace moelab {
 struct PutLink {
   static constexpr bool remote = true;
 
-  // For a peer that is put to, NVSHMEM's own test: when it succeeds it also does what a transport needs for the data to be
-  // visible (a plain fetch of the signal does not). One that is mapped stores its flags as everywhere.
+  // For a peer that is put to, NVSHMEM's own test: when it succeeds it also does what a transport needs for the data to
+  // be visible (a plain fetch of the signal does not). One that is mapped stores its flags as everywhere.
   __device__ static u64 look(const u64* flag, u64 goal, bool mapped) {
     if (mapped) return load_acquire(flag);
     uint64_t* signal = const_cast<uint64_t*>(reinterpret_cast<const uint64_t*>(flag));

@@ -58,7 +58,8 @@ struct DirectLink {
 template <class Link>
 struct Rank;
 
-// What a wait waits for: a flag of at least `goal` (kPeek: of which only stores depend), a line of that number, any unit.
+// What a wait waits for: a flag of at least `goal` (kPeek: of which only stores depend), a line of that number, any
+// unit.
 enum What : int { kFlag, kPeek, kLine, kUnit };
 
 // Waiting and failing are apart from the kernels, whose own instructions are fetched the faster the fewer they are.
@@ -84,7 +85,8 @@ static __device__ __noinline__ bool broken_rank(const Plan& plan, const MoelabCa
   return (failed | by) != 0;
 }
 
-static __device__ __noinline__ void give_up(const Plan& plan, const MoelabCall& call, Half half, int peer, u64 expected, u64 seen) {
+static __device__ __noinline__ void give_up(const Plan& plan, const MoelabCall& call, Half half, int peer, u64 expected,
+                                            u64 seen) {
   Errors* e = errors_of(plan, call.window);
   if (atomicCAS(&e->failed, 0ull, 1ull) != 0ull) return;
   if (atomicCAS(&e->told, 0ull, 1ull) == 0ull) tell_host(call, 1, half, peer, expected, seen);
@@ -186,8 +188,9 @@ struct Rank {
   }
 
   // What a launch begins with is asked for by `begin` and looked at by `settle`, so that a kernel can ask for more in
-  // between. Both are for every warp by itself, and `bad` is one for a warp. A kernel that sends waits for the one barrier
-  // before it stores anything to a peer: that every rank has ended reading what the last exchange of this slot brought it.
+  // between. Both are for every warp by itself, and `bad` is one for a warp. A kernel that sends waits for the one
+  // barrier before it stores anything to a peer: that every rank has ended reading what the last exchange of this slot
+  // brought it.
   __device__ void begin(bool sends) {
     wait_for_grid_before();
     let_next_grid_in();
@@ -214,8 +217,8 @@ struct Rank {
     bad = __any_sync(0xffffffffu, bad);
   }
 
-  // By a block, its second warp first. The kernel before this one has read all that came, and cleared it where the peers'
-  // next stores will arrive: nothing is left to release.
+  // By a block, its second warp first. The kernel before this one has read all that came, and cleared it where the
+  // peers' next stores will arrive: nothing is left to release.
   __device__ void entered_by_me() const {
 #pragma unroll 1
     for (int q = ((int)threadIdx.x + blockDim.x - 32) % blockDim.x; q < plan.ranks; q += blockDim.x) {
@@ -234,7 +237,8 @@ struct Rank {
 #ifdef MOELAB_BREAK_WAIT
     return true;  // for the tests, which must notice
 #endif
-    return link.look(flag, epoch, slot_of(peer) != nullptr) >= epoch || keep_waiting(*this, flag, kFlag, epoch, half, peer).x != 0;
+    return link.look(flag, epoch, slot_of(peer) != nullptr) >= epoch ||
+           keep_waiting(*this, flag, kFlag, epoch, half, peer).x != 0;
   }
   __device__ bool wait_line(const Line* line, uint4& got, Half half, int peer) const {
     got = load_whole(line);
@@ -270,7 +274,8 @@ struct Rank {
     return (unsigned)low < (unsigned)plan.shape.experts && high == 0 ? low : (low & high) == -1 ? -1 : -2;
   }
   __device__ float load_weight(int token, int k) const {
-    return __ldg(call.weights + (int64_t)token * (int)call.weights_stride[0] + (int64_t)k * (int)call.weights_stride[1]);
+    return __ldg(call.weights + (int64_t)token * (int)call.weights_stride[0] +
+                 (int64_t)k * (int)call.weights_stride[1]);
   }
 
   // T, or what the device says; more than fit are cut off and noted.

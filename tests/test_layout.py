@@ -27,6 +27,7 @@ JUPYTER = ["papermill", "jupyterlab", "jupyter_client", "jupyter_core", "nbforma
            "ipykernel", "IPython", "notebook", "ipywidgets"]  # fmt: skip
 NEVER = {"notebooks", "experiments", "tests", "kernels"}
 MAX_FILE_LINES = 350
+MAX_KERNEL_LINES, MAX_COLUMNS = 500, 120
 MAX_CODE_CELLS, MAX_CELL_LINES = 16, 15
 
 
@@ -231,6 +232,17 @@ def test_files_are_short():
     lengths = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8").count("\n") for p in MODULES.values()}
     long = {name: n for name, n in lengths.items() if n > MAX_FILE_LINES}
     assert not long, f"over {MAX_FILE_LINES} lines; a file is one noun: {long}"
+
+
+def test_kernel_sources_are_short_and_narrow():
+    """As ruff holds it for Python. Columns are characters, not bytes."""
+    sources = sorted(path for path in (ROOT / "kernels").iterdir() if path.suffix in (".cu", ".cuh", ".h"))
+    assert sources
+    lines = {path.name: path.read_text(encoding="utf-8").splitlines() for path in sources}
+    wide = [f"{n}:{i}" for n, of in lines.items() for i, line in enumerate(of, start=1) if len(line) > MAX_COLUMNS]
+    assert not wide, f"over {MAX_COLUMNS} columns: {wide}"
+    long = {name: len(of) for name, of in lines.items() if len(of) > MAX_KERNEL_LINES}
+    assert not long, f"over {MAX_KERNEL_LINES} lines: {long}"
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
