@@ -1,18 +1,23 @@
 """Will it fit? What one rank of the engine allocates, counted before it does.
 
-    weights      Σ parameters of this rank · itemsize         dequantised as they are loaded (`moelab.perf.params`)
-    KV cache     pages · 64 · (kv_lora + rope) · layers · itemsize           whole on each TP rank, MTP's layer too
-    exchange     slots · L · dp·M · H · itemsize                             rows received, a buffer for each slot
-    activations  L · dp·M · (parts · (3I + H) + 2I) · itemsize               gate_up, act and output of each micro-batch
-                                                                             in flight, and one more gate_up on its way
+    weights      the tensors of this rank as its arithmetic holds them: in the dtype of `Plain`; by `BlockFp8` one byte
+                 a value of a linear layer and four for each block of 128 × 128, the others two
+    KV cache     pages · 64 · layers · bytes of a row               whole on each TP rank, MTP's layer too
+    exchange     slots · L · dp·M · (row + its scales), and what a backend has beside (`window_bytes`)
+    activations  L · dp·M · (parts · (gate_up + act + output) + the largest of these)
+                                                                    of each micro-batch in flight, and one more of them
+                                                                    on its way, before the one of the layer before goes
+    attention    what `attention_bytes` counts, where it is asked for
 
-with L experts on the rank, M the most tokens of a DP group in a step, H hidden, I an expert's width. Small things
-(attention's activations, logits, the exchange's messages) are left to the reserve.
+with L experts on the rank, M the most tokens of a DP group in a step. Small things (logits, the exchange's messages,
+graphs, loaded kernels) are left to the reserve.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +25,15 @@ import torch
 
 from moelab.config import ModelConfig, MoelabError, ParallelConfig
 from moelab.engine.kv_cache import PAGE_SIZE, pages_for
-from moelab.perf.params import components
+from moelab.model.arithmetic import Arithmetic, Plain
+from moelab.model.block_fp8 import BlockFp8
+from moelab.model.weights import tensor_shapes
+from moelab.ops.fp8 import BLOCK, num_blocks
+from moelab.ops.layout import round_up
 
 RESERVE = 0.07  # share of the free memory for what is not counted; as in the performance model
 SLOTS = 2  # of the model's exchange
+CUT_BY_HEADS = ("q_b_proj", "kv_b_proj", "o_proj")
 
 
 class OutOfMemory(MoelabError):
@@ -39,57 +49,121 @@ class Need:
     exchange: int
     activations: int
     page: int  # a page of the cache in all layers
+    attention: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        found = {"weights": self.weights, "KV cache": self.kv_cache, "exchange": self.exchange}
+        found["activations"] = self.activations
+        return found | ({"attention": self.attention} if self.attention else {})
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.exchange + self.activations
+        return sum(self.parts.values())
+
+    def fits(self, capacity: float, reserve: float = RESERVE) -> bool:
+        """Into `capacity` bytes, of which the share `reserve` is kept free."""
+        return self.total <= capacity * (1 - reserve)
 
     def batch(self, capacity: float, kv_len: int) -> int:
         """Requests of `kv_len` tokens whose cache fits beside the rest, 0 or fewer if not one does."""
         room = capacity * (1 - RESERVE) - (self.total - self.kv_cache)
         return int(room // (pages_for(kv_len) * self.page))
 
-    def check(self, capacity: float, kv_len: int) -> None:
-        """Raise `OutOfMemory` unless all fits into `capacity` bytes less the reserve; with the arithmetic, and the
-        batch of requests of `kv_len` tokens that would fit."""
-        if self.total <= capacity * (1 - RESERVE):
+    def check(self, capacity: float, kv_len: int, reserve: float = RESERVE, batch: int | None = None) -> None:
+        """Raise `OutOfMemory` unless it `fits`; with the arithmetic, and the batch of requests of `kv_len` tokens that
+        would fit: `batch`, or else what fits beside the rest as it is."""
+        if self.fits(capacity, reserve):
             return
-        parts = f"weights {_gb(self.weights)}, KV cache {_gb(self.kv_cache)}, exchange {_gb(self.exchange)}, "
-        parts += f"activations {_gb(self.activations)}"
-        batch = self.batch(capacity, kv_len)
+        parts = ", ".join(f"{name} {_gb(size)}" for name, size in self.parts.items())
+        batch = self.batch(capacity, kv_len) if batch is None else batch
         fix = (
             f"a DP group's batch of {batch} requests of {kv_len} tokens would fit: give the cache fewer tokens"
             if batch > 0
             else "not one request would fit: spread the experts over more ranks, or take fewer tokens in a step"
         )
         raise OutOfMemory(
-            f"a rank needs {_gb(self.total)} GB ({parts}) and has {_gb(capacity)} GB, of which {RESERVE:.0%} are kept "
-            f"free; {fix}"
+            f"a rank needs {_gb(self.total)} GB ({parts}) and has {_gb(capacity)} GB, of which {_percent(reserve)} are "
+            f"kept free; {fix}"
         )
 
 
 def need(
     config: ModelConfig,
     parallel: ParallelConfig,
-    dtype: torch.dtype,
+    arithmetic: Arithmetic | torch.dtype,
     max_tokens: int,
     cache_tokens: int,
     overlap: str = "none",
+    *,
+    kv_dtype: str | None = None,
+    window_bytes: int = 0,
+    attention: int = 0,
 ) -> Need:
-    """What `DeepSeek.load` and `Engine` allocate for these arguments."""
-    mtp = config.num_nextn_predict_layers
-    weights = sum(c.per_gpu(parallel) for c in components(config)) * dtype.itemsize
-    page = (config.num_hidden_layers + mtp) * PAGE_SIZE * config.latent_dim * dtype.itemsize
-    rows = config.n_routed_experts // parallel.ep * parallel.dp * max_tokens * dtype.itemsize
-    width, hidden = config.moe_intermediate_size, config.hidden_size
+    """What `DeepSeek.load` and `Engine` allocate for these arguments; a dtype stands for `Plain` arithmetic in it.
+
+    `kv_dtype` "fp8": a cache of `Fp8Cache` (`moelab.ops.mla_cache`) in place of one in the arithmetic's dtype.
+    `window_bytes`: of the exchange beside its slots' rows, as its backend says. `attention`: bytes, counted with the
+    others.
+    """
+    arithmetic = Plain(arithmetic) if isinstance(arithmetic, torch.dtype) else arithmetic
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    page = layers * PAGE_SIZE * _cache_row(config, arithmetic, kv_dtype)
+    experts, rows = config.n_routed_experts // parallel.ep, parallel.dp * max_tokens
+    sizes = _expert_row(config, arithmetic)
     parts = 2 if overlap == "microbatch" else 1
     return Need(
-        weights=int(weights),
+        weights=weight_bytes(config, parallel, arithmetic),
         kv_cache=pages_for(cache_tokens) * page,
-        exchange=SLOTS * rows * hidden,
-        activations=rows * (parts * (3 * width + hidden) + 2 * width),
+        exchange=SLOTS * experts * _received(config, arithmetic, rows) + window_bytes,
+        activations=experts * rows * (parts * sum(sizes) + max(sizes)),
         page=page,
+        attention=attention,
     )
+
+
+def largest_batch(needs: Callable[[int], Need], capacity: float, reserve: float = RESERVE) -> int:
+    """The largest batch B whose `needs(B)`, rising in B, fit into `capacity` bytes less the reserve; 0 if none does."""
+    high = 1
+    while needs(high).fits(capacity, reserve):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needs(middle).fits(capacity, reserve) else (low, middle)
+    return low
+
+
+def weight_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic) -> int:
+    """Of the tensors that `DeepSeek.load` keeps on one rank."""
+    return _weight_bytes(config, parallel, isinstance(arithmetic, BlockFp8), arithmetic.dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=8)
+def _weight_bytes(config: ModelConfig, parallel: ParallelConfig, in_fp8: bool, itemsize: int) -> int:
+    shapes = dict(tensor_shapes(config.replace(weight_block_size=(BLOCK, BLOCK))))  # scales tell what is linear
+    total = 0
+    for name, shape in shapes.items():
+        expert = name.partition(".mlp.experts.")[2]
+        if name.endswith("_scale_inv") or (expert and not expert.startswith("0.")):
+            continue
+        scales = shapes.get(f"{name}_scale_inv")
+        if in_fp8 and scales:
+            size = _count(shape) + 4 * _count(scales)
+        else:
+            size = _count(shape) * (4 if name.endswith("e_score_correction_bias") else itemsize)
+        if expert:
+            size *= config.n_routed_experts // parallel.ep
+        total += size // (parallel.tp if name.split(".")[-2] in CUT_BY_HEADS else 1)
+    return total
+
+
+def attention_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, tokens: int) -> int:
+    """Activations of one layer outside the experts, for `tokens` of the DP group: q and its two parts after absorption
+    and before o_proj, and eight times the residual stream, what norms, projections and the shared expert make of it."""
+    heads = config.num_attention_heads // parallel.tp
+    per_head = config.qk_head_dim + 2 * config.kv_lora_rank + config.v_head_dim
+    return tokens * (heads * per_head + 8 * config.hidden_size) * arithmetic.dtype.itemsize
 
 
 def available_bytes(device: str, ranks_here: int = 1) -> int:
@@ -103,5 +177,34 @@ def available_bytes(device: str, ranks_here: int = 1) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_here
 
 
+def _cache_row(config: ModelConfig, arithmetic: Arithmetic, kv_dtype: str | None) -> int:
+    """Bytes of a token's row in one layer."""
+    if kv_dtype == "fp8":
+        return config.kv_lora_rank + 4 * num_blocks(config.kv_lora_rank) + 2 * config.qk_rope_head_dim
+    return config.latent_dim * arithmetic.dtype.itemsize
+
+
+def _received(config: ModelConfig, arithmetic: Arithmetic, rows: int) -> int:
+    """Bytes of an expert's room for `rows`: values, and in FP8 their scales, whose columns are rounded up to 4 rows."""
+    if not isinstance(arithmetic, BlockFp8):
+        return rows * config.hidden_size * arithmetic.dtype.itemsize
+    return rows * config.hidden_size + 4 * round_up(rows, 4) * num_blocks(config.hidden_size)
+
+
+def _expert_row(config: ModelConfig, arithmetic: Arithmetic) -> tuple[int, int, int]:
+    """Bytes of a row of gate_up, of act and of the experts' output."""
+    width, hidden, size = config.moe_intermediate_size, config.hidden_size, arithmetic.dtype.itemsize
+    act = width + 4 * num_blocks(width) if isinstance(arithmetic, BlockFp8) else width * size
+    return 2 * width * size, act, hidden * size
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+
+
 def _gb(size: float) -> str:
     return f"{size / 1e9:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"

@@ -11,10 +11,21 @@ from moelab.config import ParallelConfig, preset
 from moelab.engine.batch import build, choose
 from moelab.engine.engine import Engine
 from moelab.engine.executor import run_layers
-from moelab.engine.memory import RESERVE, Need, OutOfMemory, available_bytes, need
+from moelab.engine.kv_cache import pages_for
+from moelab.engine.memory import (
+    RESERVE,
+    Need,
+    OutOfMemory,
+    attention_bytes,
+    available_bytes,
+    largest_batch,
+    need,
+)
 from moelab.engine.sequence import Sampling
 from moelab.launch import generate_rank
 from moelab.launch.worker import Context
+from moelab.model.arithmetic import Plain
+from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
 from tests.engine.test_distributed import TINYSEEK
 from tests.helpers import load_alone
@@ -25,31 +36,50 @@ def tensors(thing, seen=None):
     seen = {} if seen is None else seen
     if isinstance(thing, torch.Tensor):
         seen[thing.data_ptr(), thing.shape] = thing
-    elif isinstance(thing, list):
+    elif isinstance(thing, list | tuple):
         [tensors(part, seen) for part in thing]
     elif dataclasses.is_dataclass(thing) and type(thing).__module__.startswith("moelab.model"):
         [tensors(getattr(thing, field.name), seen) for field in dataclasses.fields(thing)]
     return seen.values()
 
 
-def sizes_of_rank(rank, dp: int, tp: int) -> tuple[int, int]:
+def sizes_of_rank(rank, dp: int, tp: int, kind: str) -> tuple[int, int]:
     parallel = ParallelConfig(dp, tp)
-    model = DeepSeek.load(TINYSEEK, parallel, 16, rank=rank.index, group=rank.groups[parallel.ep])
+    arithmetic = BlockFp8() if kind == "fp8" else Plain(torch.float32)
+    where = dict(rank=rank.index, group=rank.groups[parallel.ep], arithmetic=arithmetic)
+    model = DeepSeek.load(TINYSEEK, parallel, 16, **where)
     weights = sum(tensor.nbytes for tensor in tensors(model))
     model.close()
-    return weights, need(model.config, parallel, torch.float32, 16, 1).weights
+    return weights, need(model.config, parallel, arithmetic, 16, 1).weights
 
 
+@pytest.mark.parametrize("kind", ["float32", "fp8"])
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 2)])
-def test_weights_are_what_is_loaded(gloo_pool, dp, tp):
-    for loaded, counted in gloo_pool.run(sizes_of_rank, dp, tp, ranks=dp * tp):
+def test_weights_are_what_is_loaded(gloo_pool, dp, tp, kind):
+    for loaded, counted in gloo_pool.run(sizes_of_rank, dp, tp, kind, ranks=dp * tp):
         assert counted == loaded
 
 
+def test_a_dtype_is_plain_arithmetic_in_it():
+    tinyseek = preset("tinyseek")
+    counted = need(tinyseek, ParallelConfig(2, 2), Plain(torch.bfloat16), 16, 100)
+    assert counted == need(tinyseek, ParallelConfig(2, 2), torch.bfloat16, 16, 100)
+    assert counted.weights * 2 > need(tinyseek, ParallelConfig(2, 2), torch.float32, 16, 100).weights > counted.weights
+
+
+def bytes_of(rows) -> int:
+    """Of a tensor, or of FP8 rows with what their scales take up."""
+    if isinstance(rows, torch.Tensor):
+        return rows.nbytes
+    values, scales, *_ = rows
+    return values.nbytes + scales.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("arithmetic", [Plain(torch.float32), BlockFp8()], ids=["float32", "fp8"])
 @pytest.mark.parametrize("overlap", ["none", "microbatch"])
-def test_cache_buffers_and_activations_are_what_is_allocated(overlap):
-    model = load_alone(TINYSEEK, max_tokens=24)
-    counted = need(model.config, model.parallel, torch.float32, 24, 1000, overlap)
+def test_cache_buffers_and_activations_are_what_is_allocated(overlap, arithmetic):
+    model = load_alone(TINYSEEK, max_tokens=24, arithmetic=arithmetic)
+    counted = need(model.config, model.parallel, arithmetic, 24, 1000, overlap)
     engine = Engine(model, cache_tokens=1000, overlap=overlap)
     assert engine.cache.rows.nbytes == counted.kv_cache == 16 * counted.page
     engine.add(0, [5] * 9, Sampling(2))
@@ -59,7 +89,8 @@ def test_cache_buffers_and_activations_are_what_is_allocated(overlap):
     def observe(launch, state):
         kept[launch.micro_batch] = [t for t in (state.gate_up, state.act, state.expert_out) if t is not None]
         if launch.layer >= 0 and state.rows is not None:
-            held[state.rows.data_ptr()] = state.rows.nbytes
+            values = state.rows if isinstance(state.rows, torch.Tensor) else state.rows.values
+            held[values.data_ptr()] = bytes_of(state.rows)
 
     state = model.begin(build(choose(engine.running, 24), "cpu"), engine.cache.rows)
     with torch.no_grad():
@@ -67,8 +98,8 @@ def test_cache_buffers_and_activations_are_what_is_allocated(overlap):
     # Kernels make the buffers of both slots at once, this exchange each at its first use; one half's exchange ends
     # before the other's begins, so there is never a second.
     assert [2 * size for size in held.values()] == [counted.exchange]
-    gate_up = counted.activations - sum(t.nbytes for parts in kept.values() for t in parts)
-    assert gate_up == 16 * 24 * 2 * model.config.moe_intermediate_size * 4  # the one on its way
+    on_its_way = counted.activations - sum(bytes_of(t) for parts in kept.values() for t in parts)
+    assert on_its_way == 16 * 24 * model.config.hidden_size * arithmetic.dtype.itemsize  # an output; a gate_up is equal
 
 
 def test_the_arithmetic_by_hand():
@@ -77,9 +108,38 @@ def test_the_arithmetic_by_hand():
     assert counted.weights == pytest.approx(2 * 102.56e9, rel=0.03)  # embedding and head are bfloat16 in either
     assert counted.kv_cache == 79 * 64 * 62 * 576 * 2
     assert counted.exchange == 2 * 32 * 8 * 256 * 7168 * 2
-    assert counted.activations == 32 * 8 * 256 * (3 * 2048 + 7168 + 2 * 2048) * 2
+    assert counted.activations == 32 * 8 * 256 * (3 * 2048 + 7168 + 7168) * 2
     with pytest.raises(OutOfMemory, match=r"a rank needs 2\d\d GB \(weights 2\d\d, .* has 150 GB.*; not one request"):
         counted.check(150e9, 5000)
+
+
+def test_the_arithmetic_by_hand_in_fp8():
+    """DeepSeek-V3 over 8 ranks as it is served; weights by the published count, and their scales."""
+    model, ranks = preset("deepseek-v3"), ParallelConfig(8)
+    counted = need(model, ranks, BlockFp8(), 256, 5000, window_bytes=10, attention=attention_bytes(
+        model, ranks, BlockFp8(), 256
+    ))  # fmt: skip
+    linear = 102.56e9 - 2 * 2 * 129280 * 7168  # without embedding and head, to 0.03 % the scales' part
+    assert counted.weights == pytest.approx(102.56e9 + linear * 4 / 128**2 + 2 * 7168**2, rel=3e-4)  # eh_proj in BF16
+    assert counted.exchange == 2 * 32 * (8 * 256 * (7168 + 4 * 56)) + 10
+    assert counted.activations == 32 * 8 * 256 * (4 * 2048 + 2048 + 4 * 16 + 2 * 2 * 7168)
+    assert counted.attention == 256 * 2 * (128 * (192 + 512 + 512 + 128) + 8 * 7168)
+    assert counted.total == sum(counted.parts.values()) and counted.kv_cache == 79 * 64 * 62 * 576 * 2
+    eight = need(model, ranks, BlockFp8(), 256, 5000, kv_dtype="fp8")
+    assert eight.kv_cache * 1152 == counted.kv_cache * 656
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    def needs(batch: int) -> Need:
+        return need(preset("deepseek-v3"), ParallelConfig(8), BlockFp8(), 2 * batch, batch * pages_for(5000) * 64)
+
+    for capacity, reserve in ((150e9, 0.005), (141e9, 0.07), (102e9, 0.0), (104e9, 0.0)):
+        batch = largest_batch(needs, capacity, reserve)
+        assert not needs(batch + 1).fits(capacity, reserve) and (batch == 0 or needs(batch).fits(capacity, reserve))
+        if batch < 200:
+            with pytest.raises(OutOfMemory, match=f"batch of {batch} requests" if batch else "not one request"):
+                needs(200).check(capacity, 5000, reserve, batch)
+    assert largest_batch(needs, 102e9, 0.0) == 0 and largest_batch(needs, 150e9, 0.005) > 100
 
 
 def test_what_fits_is_let_through_and_the_batch_named_would_fit():
