@@ -85,8 +85,8 @@ class Arithmetic(Protocol):
     def rope_append(self, s: State, cache: LatentCache) -> None:
         """Turn `s.q_pe`; write latent and turned k_pe of each token into a layer's cache. Slot −1 is padding."""
 
-    def route(self, config: ModelConfig, x: Rows, weight: Tensor, bias: Tensor | None, num_tokens: Tensor | None):
-        """(topk_ids [T, K], topk_weights float32 [T, K]); tokens from `num_tokens` on are routed nowhere."""
+    def route(self, config: ModelConfig, x: Rows, weight: Tensor, bias: Tensor | None, real: Tensor | None):
+        """(topk_ids [T, K], topk_weights float32 [T, K]); tokens that are not `real` are routed nowhere."""
 
     def payload(self, x: Rows) -> tuple[Tensor, Tensor | None]:
         """x and scales for dispatch_send."""
@@ -157,9 +157,9 @@ class Plain:
         real = s.batch.slots >= 0
         cache.flatten(0, 1).index_copy_(0, s.batch.slots[real], row[real])
 
-    def route(self, config: ModelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, num_tokens: Tensor | None):
+    def route(self, config: ModelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, real: Tensor | None):
         logits = linear(x.float(), weight.float())
-        return route(logits, bias, num_tokens=num_tokens, **routing(config))
+        return route(logits, bias, real=real, **routing(config))
 
     def payload(self, x: Tensor) -> tuple[Tensor, None]:
         return x, None

@@ -34,7 +34,7 @@ class Batch:
     multi-head attention on keys and values expanded from it (prefill). The results agree but for rounding.
 
     With `decode`, planned for this batch, absorbed attention is a call of it, and nothing reads `chunks`: so it must be
-    where a step is captured. Such a step has rows behind its real ones: their slot is −1 and they are routed nowhere.
+    where a step is captured. Such a step has rows that are not `real`: nothing waits for them, they are routed nowhere.
     """
 
     tokens: torch.Tensor  # [T] int64
@@ -43,7 +43,7 @@ class Batch:
     chunks: list[Chunk]
     absorbed: bool
     has_work: bool  # of the DP group: travels with every dispatch
-    num_real: torch.Tensor | None = None  # int32 [1] on the device: rows from it on are padding; None: there is none
+    real: torch.Tensor | None = None  # bool [T] on the device: the others are padding; None: there is none
     decode: MlaDecode | None = None
     halves: tuple[Batch, Batch] | None = None  # of which two micro-batches are made, where they are laid out ahead
 

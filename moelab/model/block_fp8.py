@@ -111,8 +111,8 @@ class BlockFp8:
     def rope_append(self, s: State, cache: LatentCache) -> None:
         rope_append(s.q_pe, s.latent, s.k_pe, s.cos, s.sin, s.batch.slots, cache, out=s.q_pe)
 
-    def route(self, config: ModelConfig, x: Fp8Rows, weight: Tensor, bias: Tensor | None, num_tokens: Tensor | None):
-        return route_fused(wide_linear(x.plain, weight), bias, num_tokens=num_tokens, **routing(config))
+    def route(self, config: ModelConfig, x: Fp8Rows, weight: Tensor, bias: Tensor | None, real: Tensor | None):
+        return route_fused(wide_linear(x.plain, weight), bias, real=real, **routing(config))
 
     def payload(self, x: Fp8Rows) -> tuple[Tensor, Tensor]:
         return x.pair

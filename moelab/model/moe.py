@@ -95,15 +95,11 @@ class MoE:
         )
 
     def gate(self, s: State) -> None:
-        s.topk_ids, s.topk_weights = self.arithmetic.route(
-            self.config, s.x, self.gate_w, self.gate_bias, s.batch.num_real
-        )
+        s.topk_ids, s.topk_weights = self.arithmetic.route(self.config, s.x, self.gate_w, self.gate_bias, s.batch.real)
 
     def dispatch_send(self, s: State) -> None:
         x, scales = self.arithmetic.payload(s.x)
-        s.handle = self.all_to_all.dispatch_send(
-            x, s.topk_ids, s.topk_weights, scales, s.batch.num_real, s.batch.has_work
-        )
+        s.handle = self.all_to_all.dispatch_send(x, s.topk_ids, s.topk_weights, scales, has_work=s.batch.has_work)
 
     def shared_expert(self, s: State) -> None:
         s.shared = self.shared_mlp(s.x) if self.shared_mlp else torch.zeros_like(s.residual)

@@ -5,8 +5,8 @@ group scores the sum of its two best, the best `topk_group` groups stay), but *w
 the chosen and multiplied by the routed scaling factor. The bias balances load and must never reach the output.
 
 Dropped groups are masked with −inf: a zero would beat any expert whose biased score is negative. All in float32.
-Mixtral's router is the case of softmax scores, one group and no bias. On ties the lower id wins. Padding, as behind the
-last token of a step that replays a larger captured graph, is routed nowhere: ids −1, weights 0.
+Mixtral's router is the case of softmax scores, one group and no bias. On ties the lower id wins. Padding, as
+in a step that replays a larger captured graph, is routed nowhere: ids −1, weights 0.
 
 `route` is the definition, in plain torch: about ten launches. `route_fused` computes the same in one, a warp per token.
 A NaN score counts as the greatest, as in torch's sort: ids stay in range, and the weights of that token are NaN.
@@ -45,12 +45,12 @@ def route(
     scoring: str = "sigmoid",
     renormalize: bool = True,
     scale: float = 1.0,
-    num_tokens: torch.Tensor | None = None,
+    real: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits float32 [T, E], bias float32 [E] or None -> (ids int64 [T, K], weights float32 [T, K]).
 
-    Ids of a token come in falling order of their biased score. Weights already hold `scale`. `num_tokens`, one integer
-    in a tensor: the tokens from it on are padding, whose logits may hold anything.
+    Ids of a token come in falling order of their biased score. Weights already hold `scale`. `real`, bool [T]: the
+    other tokens are padding, whose logits may hold anything.
     """
     scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(-1)
     biased = scores if bias is None else scores + bias.float()
@@ -58,9 +58,9 @@ def route(
     weights = scores.gather(-1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    if num_tokens is None:
+    if real is None:
         return ids, weights * scale
-    padding = torch.arange(len(ids), device=ids.device)[:, None] >= num_tokens
+    padding = ~real[:, None]
     return ids.masked_fill(padding, -1), (weights * scale).masked_fill(padding, 0.0)
 
 
@@ -88,20 +88,20 @@ def route_fused(
     scoring: str = "sigmoid",
     renormalize: bool = True,
     scale: float = 1.0,
-    num_tokens: torch.Tensor | None = None,
+    real: torch.Tensor | None = None,
     ids_dtype: torch.dtype = torch.int64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `route`, in one launch on CUDA tensors; may be captured in a CUDA graph. Anywhere else it calls `route`.
 
     logits float32 [T, E ≤ 1024], rows contiguous at any stride; bias float32 [E] or None -> (ids [T, K] of `ids_dtype`,
     int32 or int64; weights float32 [T, K]). At most 8 groups, and top_k experts must be left in those that stay.
-    `num_tokens` is int32 of shape [1] and is read on the device.
+    `real` is read on the device.
     """
-    _check(logits, bias, top_k, n_group, topk_group, scoring, num_tokens, ids_dtype)
+    _check(logits, bias, top_k, n_group, topk_group, scoring, real, ids_dtype)
     if not runs_on(_route_kernel, logits):
         ids, weights = route(
             logits, bias, top_k=top_k, n_group=n_group, topk_group=topk_group, scoring=scoring,
-            renormalize=renormalize, scale=scale, num_tokens=num_tokens,
+            renormalize=renormalize, scale=scale, real=real,
         )  # fmt: skip
         return ids.to(ids_dtype).contiguous(), weights
     rows, num_experts = logits.shape
@@ -110,7 +110,7 @@ def route_fused(
     if rows:
         size, early = num_experts // n_group, launches_early(logits)
         _route_kernel[(rows,)](
-            logits, bias, num_tokens, ids, weights, logits.stride(0), float(scale),
+            logits, bias, real, ids, weights, logits.stride(0), float(scale),
             GROUPS=n_group, SIZE=size, TOPK_GROUP=topk_group, TOP_K=top_k, SOFTMAX=scoring == "softmax",
             RENORMALIZE=renormalize, EXACT_EXP=logits.is_cuda,
             GROUPS_PADDED=triton.next_power_of_2(n_group), SIZE_PADDED=triton.next_power_of_2(size),
@@ -119,7 +119,7 @@ def route_fused(
     return ids, weights
 
 
-def _check(logits, bias, top_k, n_group, topk_group, scoring, num_tokens, ids_dtype) -> None:
+def _check(logits, bias, top_k, n_group, topk_group, scoring, real, ids_dtype) -> None:
     check_tensor("logits", logits, ("T", "E"), (torch.float32,))
     experts = logits.shape[1]
     require(1 <= experts <= MAX_EXPERTS, "the number of experts, logits' second size,", experts, f"1…{MAX_EXPERTS}")
@@ -131,8 +131,9 @@ def _check(logits, bias, top_k, n_group, topk_group, scoring, num_tokens, ids_dt
     left = topk_group * (experts // n_group)
     require(1 <= top_k <= left, "top_k", top_k, f"1…{left}, the experts of the groups that stay")
     require(scoring in SCORINGS, "scoring", repr(scoring), " or ".join(map(repr, SCORINGS)))
-    if num_tokens is not None:
-        check_tensor("num_tokens", num_tokens, (1,), (torch.int32,), like=logits)
+    if real is not None:
+        check_tensor("real", real, (logits.shape[0],), (torch.bool,), like=logits)
+        require(real.is_contiguous(), "real's strides", real.stride(), "contiguous")
     require(ids_dtype in IDS_DTYPES, "ids_dtype", ids_dtype, " or ".join(map(str, IDS_DTYPES)))
 
 
@@ -178,7 +179,7 @@ def _sigmoid(x, live, EXACT: tl.constexpr):
 
 @jit
 def _route_kernel(
-    logits_ptr, bias_ptr, num_tokens_ptr, ids_ptr, weights_ptr, stride, scale,
+    logits_ptr, bias_ptr, real_ptr, ids_ptr, weights_ptr, stride, scale,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr, EXACT_EXP: tl.constexpr,
     GROUPS_PADDED: tl.constexpr, SIZE_PADDED: tl.constexpr, K_PADDED: tl.constexpr,
@@ -199,8 +200,8 @@ def _route_kernel(
     x = tl.load(row_ptr + expert, mask=live, other=float("-inf"))
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert, mask=live, other=0.0)
-    if num_tokens_ptr is not None:
-        is_real = token < tl.load(num_tokens_ptr)
+    if real_ptr is not None:
+        is_real = tl.load(real_ptr + token) != 0
     if SOFTMAX:
         top = tl.max(x)
         scores = _exp(x - top, EXACT_EXP)
@@ -239,7 +240,7 @@ def _route_kernel(
     if RENORMALIZE:
         weights = tl.div_rn(weights, tl.sum(tl.where(k < TOP_K, weights, 0.0)) + 1e-20)
     weights *= scale
-    if num_tokens_ptr is not None:
+    if real_ptr is not None:
         ids, weights = tl.where(is_real, ids, -1), tl.where(is_real, weights, 0.0)
     tl.store(ids_ptr + token * TOP_K + k, ids, mask=k < TOP_K)
     tl.store(weights_ptr + token * TOP_K + k, weights, mask=k < TOP_K)

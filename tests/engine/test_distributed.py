@@ -135,7 +135,7 @@ def text_on_gpu(rank, folder: str, dp: int, tp: int, prompt: list[int]) -> list[
     """Greedy text in bfloat16 on this rank's GPU; only the last group has the request."""
     parallel = ParallelConfig(dp, tp)
     group = rank.groups[parallel.ep] if parallel.ep > 1 else None
-    options = dict(rank=rank.index, group=group, dtype=torch.bfloat16, device=str(rank.device))
+    options = dict(rank=rank.index, group=group, arithmetic=Plain(torch.bfloat16), device=str(rank.device))
     model = DeepSeek.load(folder, parallel, 128, **options)
     engine = Engine(model, cache_tokens=1024)
     busy = parallel.dp_group(rank.index) == dp - 1

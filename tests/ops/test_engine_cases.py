@@ -289,8 +289,8 @@ def test_the_experts_of_all_kernels_together_are_scaled_once(device):
     x[real:] = logits[real:] = float("nan")
     x, logits, bias = x.to(device), logits.to(device), bias.to(device)
     gate_up, down = ([t.to(device) for t in pair] for pair in (gate_up, down))
-    num_tokens = torch.tensor([real], dtype=torch.int32, device=device)
-    ids, weights = route_fused(logits, bias, top_k=2, scale=2.5, num_tokens=num_tokens)
+    is_real = torch.arange(tokens, device=device) < real
+    ids, weights = route_fused(logits, bias, top_k=2, scale=2.5, real=is_real)
     counts, offsets, permutation = gather_by_expert(ids, experts)
     assert counts.sum() == real * 2
     starts = segment_starts(counts)

@@ -238,21 +238,24 @@ def test_scores_are_those_of_torch_bit_for_bit():
     assert torch.equal(weights, logits.sigmoid().gather(-1, ids))
 
 
-@pytest.mark.parametrize("real", [0, 3])
-def test_padding_is_routed_nowhere(device, monkeypatch, real):
+@pytest.mark.parametrize("count", [0, 3])
+def test_padding_is_routed_nowhere(device, monkeypatch, count):
     """vllm-project/vllm#38128, sgl-project/sglang#25852, ROCm/aiter#4530: padding polluted loads, and NaN in it gave
-    ids out of range. Whatever stands in its logits, it has ids −1 and weights 0, and real tokens do not notice."""
+    ids out of range. Wherever it stands, whatever is in its logits, it has ids −1 and weights 0, and real tokens do not
+    notice."""
     logits, bias = torch.randn(few(device), 256, device=device), torch.rand(256, device=device)
-    alone = route_fused(logits[:real].clone(), bias, **V3)
-    logits[real::2], logits[real + 1 :: 2] = float("nan"), float("inf")
-    num_tokens = torch.tensor([real], dtype=torch.int32, device=device)
+    real = torch.zeros(len(logits), dtype=torch.bool)
+    real[torch.randperm(len(real))[:count]] = True
+    real = real.to(device)
+    alone = route_fused(logits[real], bias, **V3)
+    logits[~real] = torch.tensor([float("nan"), float("inf")], device=device).repeat(len(real), 128)[~real]
     poison_outputs(monkeypatch)
     for dtype in (torch.int32, torch.int64):
-        ids, weights = assert_as_reference(logits, bias, dtype, num_tokens=num_tokens, **V3)
-        assert torch.equal(ids[:real], alone[0]) and torch.equal(weights[:real], alone[1])
-        assert (ids[real:] == -1).all() and not weights[real:].any()
+        ids, weights = assert_as_reference(logits, bias, dtype, real=real, **V3)
+        assert torch.equal(ids[real], alone[0]) and torch.equal(weights[real], alone[1])
+        assert (ids[~real] == -1).all() and not weights[~real].any()
     counts = gather_by_expert(ids, 256).counts
-    assert counts.sum() == real * V3["top_k"]
+    assert counts.sum() == count * V3["top_k"]
 
 
 def test_the_kernel_takes_no_tokens(device):
@@ -300,8 +303,8 @@ def test_without_a_kernel_the_reference_serves(ids_dtype):
         ("top_k is 129", "1…128", dict(top_k=129)),
         ("top_k is 0", "1…128", dict(top_k=0)),
         ("scoring is 'tanh'", "'sigmoid' or 'softmax'", dict(scoring="tanh")),
-        ("num_tokens's dtype is int64", "int32", dict(num_tokens=torch.zeros(1, dtype=torch.int64))),
-        ("num_tokens's shape is []", "[1]", dict(num_tokens=torch.zeros((), dtype=torch.int32))),
+        ("real's dtype is int32", "bool", dict(real=torch.ones(3, dtype=torch.int32))),
+        ("real's shape is [2]", "[3]", dict(real=torch.ones(2, dtype=torch.bool))),
         ("ids_dtype is torch.int16", "int32", dict(ids_dtype=torch.int16)),
     ],
 )
