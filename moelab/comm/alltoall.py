@@ -37,6 +37,7 @@ number of ranks and whichever backend.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 
@@ -44,47 +45,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelab.comm.backend import Backend, Exchange, available, open_backend
+from moelab.comm.backend import Backend, available, open_backend
 from moelab.comm.checks import check_dispatch, check_out, check_y
 from moelab.comm.dense import Dense
 from moelab.comm.errors import CommError, ExchangeTimeout, WireError
+from moelab.comm.handle import HALVES, Handle
 from moelab.comm.nvshmem import Nvshmem
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.virtual import VirtualRank
 from moelab.config import ConfigError, ParallelConfig
-
-HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
-
-
-class Handle:
-    """One exchange in flight, from dispatch_send to combine_recv."""
-
-    def __init__(
-        self, owner: AllToAll, number: int, slot: int, exchange: Exchange, x_shape: torch.Size, next_half: str
-    ) -> None:
-        self.number, self.slot = number, slot
-        self._owner, self._exchange, self._x_shape = owner, exchange, x_shape
-        self._next: str | None = next_half  # None once combine_recv is through
-
-    @property
-    def all_idle(self) -> bool:
-        """Whether no rank had work when it sent; the same on every rank. Known from dispatch_recv on; over nvshmem,
-        reading it waits for the device, and another exchange in the slot takes its place."""
-        self._need_counts("all_idle")
-        return self._exchange.all_idle
-
-    @property
-    def starts(self) -> Tensor | None:
-        """[L] int32, first row of each local expert (contiguous_128; None when padded). Known from dispatch_recv on."""
-        self._need_counts("starts")
-        return self._exchange.starts
-
-    def _need_counts(self, what: str) -> None:
-        if self._next == "dispatch_recv":
-            raise CommError(f"{what} of exchange {self.number} is not known yet: call dispatch_recv first")
-
-    def __repr__(self) -> str:
-        return f"<Handle of exchange {self.number}, slot {self.slot}, next: {self._next or 'done'}>"
 
 
 class AllToAll:
@@ -164,6 +133,17 @@ class AllToAll:
     def sent_bytes(self) -> int:
         """Bytes this rank has sent to other ranks since construction: counts, rows and outputs."""
         return self._backend.sent_bytes
+
+    def agree(self, **settings: object) -> None:
+        """Raise `ConfigError` on every rank unless all give the same settings, which JSON can write: what else their
+        steps depend on. Collective; as often on every rank. Virtual ranks do not wait for one another here: those that
+        came first may learn of a difference only in a half that waits. Raises `ExchangeTimeout`.
+        """
+        self._alive("agree")
+        try:
+            self._guard(self._backend.agree, json.dumps(settings, sort_keys=True))
+        except WireError as error:
+            raise ExchangeTimeout(self.rank, error.peer, "agree", "its settings", error.seen) from error
 
     def dispatch_send(
         self,

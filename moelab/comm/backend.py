@@ -68,6 +68,9 @@ class Backend(Protocol):
     def check(self, wait: bool) -> None:
         """Raise what a device has reported, `InputError` or `ExchangeTimeout`; with `wait`, once all of it has run."""
 
+    def agree(self, settings: str) -> None:
+        """Collective: raise `ConfigError` unless every rank gives the same settings, a JSON object; or `WireError`."""
+
     def abandon(self) -> None:
         """A half has failed: leave at once and wait for nobody, so that the peers learn of it. `close` follows."""
 

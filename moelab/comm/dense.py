@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moelab.comm.errors import WireError
+from moelab.comm.roll_call import meet, reason_of, seconds_until
 from moelab.comm.spec import ExchangeSpec
-from moelab.comm.torch_wire import agree, reason_of, seconds_until
 from moelab.comm.wire import Tag
 
 
@@ -59,9 +59,12 @@ class DenseWire:
         self.sent_bytes = 0
         self._group, self._padded, self._spec, self._device = group, padded, spec, device
         self._staged = torch.device("cpu") if "nccl" not in str(dist.get_backend_config(group)) else device
-        agree(group, spec, timeout_s)
+        self._roll = meet(group, spec, timeout_s)
         self._sending: dict[Tag, dict[int, Tensor]] = {}
         self._coming: dict[Tag, tuple[dist.Work, Tensor, Tensor, list[int], dict[int, int]]] = {}
+
+    def agree(self, settings: str, deadline: float) -> None:
+        self._roll.agree(settings, deadline)
 
     def send(self, tag: Tag, messages: dict[int, Tensor]) -> None:
         self._sending[tag] = messages

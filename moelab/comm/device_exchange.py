@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import time
 from typing import Protocol
 
 import torch
@@ -61,6 +62,9 @@ class Site(Protocol):
     window: int  # address of this rank's own
     state: int  # address of this rank's state
     send_blocks: int
+
+    def agree(self, settings: str, deadline: float) -> None:
+        """As `Wire.agree`."""
 
     def launch(self, number: int, call: Call, what: int, halves: int) -> None:
         """Launch this half of exchange `number` on the current stream. Raises `WireError` for a rank that stays
@@ -198,6 +202,9 @@ class DeviceBackend:
             raise self._timeout()
         if errors[BAD_IDS] or errors[BAD_COUNT]:
             raise InputError(self._bad_input())
+
+    def agree(self, settings: str) -> None:
+        self._site.agree(settings, time.monotonic() + self._timeout_s)
 
     def abandon(self) -> None:
         self._site.abandon()

@@ -37,9 +37,8 @@ from moelab.comm import build
 from moelab.comm.device_exchange import COMBINE, DISPATCH, FUSED, RECV, RETURNS, SEND, make_shape
 from moelab.comm.errors import CommError, WireError
 from moelab.comm.library import UID_BYTES, Call, Library, load
-from moelab.comm.roll_call import RollCall
+from moelab.comm.roll_call import meet
 from moelab.comm.spec import ExchangeSpec
-from moelab.comm.torch_wire import agree
 from moelab.comm.virtual import VirtualRank
 from moelab.config import ConfigError, MoelabError
 from moelab.ops.early_launch import launches_early
@@ -98,7 +97,7 @@ class NvshmemSite:
             raise ConfigError(
                 f"puts_to is {options.puts_to} on rank {self.rank}: legal are the other ranks of {self.size}"
             )
-        self._roll = RollCall(agree(group, spec, timeout_s), self.rank, self.size)
+        self._roll = meet(group, spec, timeout_s)
         self._device, self._on_device = device, torch.cuda.device(device)
         deadline = time.monotonic() + timeout_s
         with self._on_device:
@@ -139,6 +138,9 @@ class NvshmemSite:
         stream = torch._C._cuda_getCurrentRawStream(index)
         self._library.launch(self.shape, call, what, halves, blocks=self._blocks, early=self._early, stream=stream)
 
+    def agree(self, settings: str, deadline: float) -> None:
+        self._roll.agree(settings, deadline)
+
     def abandon(self) -> None:
         """Nothing to do: the kernel that gave up has told the peers, or they run into their own limit."""
 
@@ -172,17 +174,12 @@ class NvshmemSite:
                 library = load()
             except MoelabError as error:
                 reason = str(error)
-        mine = {"reason": reason, "host": _host(), "returns": options.returns, "packets": options.packets}
+        mine = {"reason": reason, "host": _host()}
         found = [json.loads(text) for text in self._roll.gather("options", json.dumps(mine), deadline)]
         for peer, theirs in enumerate(found):
             if theirs["reason"]:
                 raise CommError(f"nvshmem cannot run on rank {peer}: {theirs['reason']}")
-            for name in ("returns", "packets"):
-                if theirs[name] != mine[name]:
-                    raise ConfigError(
-                        f"{name} is {mine[name]!r} on rank {self.rank} but {theirs[name]!r} on rank {peer}: every rank "
-                        "must construct the exchange with the same arguments"
-                    )
+        self._roll.agree(json.dumps({"returns": options.returns, "packets": options.packets}), deadline)
         return library, len({theirs["host"] for theirs in found}) == 1
 
     def _check_blocks(self, spec: ExchangeSpec) -> None:

@@ -181,6 +181,9 @@ class PackedBackend:
     def check(self, wait: bool) -> None:
         """Nothing to do: a half that fails raises itself."""
 
+    def agree(self, settings: str) -> None:
+        self._wire.agree(settings, self._deadline())
+
     def abandon(self) -> None:
         self._wire.close(failed=True)
 

@@ -24,43 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moelab.comm.errors import CommError, WireError
+from moelab.comm.roll_call import meet, reason_of, seconds_until
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.wire import Tag
 
 # For the group's own limit, which must never strike before ours does: torch then tears the process down.
 _NEVER = timedelta(days=7)
-
-
-def reason_of(error: Exception) -> str:
-    """The first sentence of a transport's message, without its source position."""
-    text = str(error).splitlines()[0]
-    return text.rpartition("] ")[2].partition(". This is")[0] if text.startswith("[") else text
-
-
-def seconds_until(deadline: float) -> timedelta:
-    """What is left until `deadline` (monotonic). Never 0, which gloo reads as "no limit"."""
-    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
-
-
-def agree(group: dist.ProcessGroup, spec: ExchangeSpec, timeout_s: float) -> dist.Store:
-    """Collective over `group`: every rank shows the others its spec. A store of this exchange's own.
-
-    Raises `ConfigError` naming the argument that differs, `WireError` naming the rank that does not come.
-    """
-    store = group.get_group_store()
-    rank, size = group.rank(), group.size()
-    # How many exchanges this rank has opened over this group, counted where the group lives; the same on all ranks.
-    number = store.add(f"moelab/opened/{rank}", 1)
-    store = dist.PrefixStore(f"moelab/{number}/", store)
-    deadline = time.monotonic() + timeout_s
-    store.set(f"spec/{rank}", spec.to_json())
-    for peer in range(size):
-        try:
-            store.wait([f"spec/{peer}"], seconds_until(deadline))
-        except RuntimeError as error:  # DistStoreError of a lost store, or its timeout
-            raise WireError(peer, f"no construction within {timeout_s:g} s ({reason_of(error)})") from error
-        spec.check_same(rank, peer, store.get(f"spec/{peer}").decode())
-    return store
 
 
 class GlooWire:
@@ -72,13 +41,16 @@ class GlooWire:
         self.rank, self.size = group.rank(), group.size()
         self.sent_bytes = 0
         self._device = device
-        store = agree(group, spec, timeout_s)
+        self._roll = meet(group, spec, timeout_s)
         try:
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
+            self._group = dist.ProcessGroupGloo(self._roll.store, self.rank, self.size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise WireError(tuple(p for p in range(self.size) if p != self.rank), reason_of(error)) from error
         self._sending: dict[Tag, list[tuple[int, dist.Work, Tensor]]] = {}
         self._coming: dict[Tag, list[tuple[int, dist.Work, Tensor]]] = {}
+
+    def agree(self, settings: str, deadline: float) -> None:
+        self._roll.agree(settings, deadline)
 
     def send(self, tag: Tag, messages: dict[int, Tensor]) -> None:
         # A work that is dropped before it is done takes its message with it: keep both.
@@ -137,7 +109,7 @@ class NcclWire:
         self.rank, self.size = group.rank(), group.size()
         self.sent_bytes = 0
         self._device, self._ranks = device, dist.get_process_group_ranks(group)
-        agree(group, spec, timeout_s)
+        self._roll = meet(group, spec, timeout_s)
         self._group = dist.new_group(self._ranks, backend="nccl", timeout=_NEVER)
         self._sending: dict[Tag, dict[int, Tensor]] = {}
         self._coming: dict[Tag, tuple[list[dist.Work], dict[int, Tensor], tuple[int, ...]]] = {}
@@ -151,6 +123,9 @@ class NcclWire:
         self.post(hello, dict.fromkeys(peers, 1))
         self.wait(hello, deadline)
         self.sent_bytes = 0
+
+    def agree(self, settings: str, deadline: float) -> None:
+        self._roll.agree(settings, deadline)
 
     def send(self, tag: Tag, messages: dict[int, Tensor]) -> None:
         self._sending[tag] = messages

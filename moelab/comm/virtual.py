@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from moelab.comm.errors import WireError
-from moelab.comm.spec import ExchangeSpec
+from moelab.comm.spec import ExchangeSpec, check_same
 from moelab.comm.wire import Tag
 from moelab.config import ConfigError
 
@@ -29,15 +29,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class Channel:
-    """What the ranks of one exchange share: the mailbox, or the memory of kernels, and who has left. Guarded by
-    `changed`."""
+    """What the ranks of one exchange share: the mailbox, or the memory of kernels; what they agreed on; who has left.
+    Guarded by `changed`."""
 
-    spec: ExchangeSpec
-    first_rank: int
     changed: threading.Condition = field(default_factory=threading.Condition)
     mail: dict[tuple[int, int, Tag], Tensor] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)  # rank -> how
     shared: object = None  # of virtual_kernels.py
+    agreed: dict[int, list[str]] = field(default_factory=dict)  # rank -> its settings, each time
+    difference: str | None = None  # between two of them
+
+    def agree(self, rank: int, settings: str) -> None:
+        """Compare with what others gave before. Nobody waits, as one thread may play all ranks: those who agreed
+        earlier learn of a difference from `check`."""
+        with self.changed:
+            ours = self.agreed.setdefault(rank, [])
+            ours.append(settings)
+            for peer, theirs in self.agreed.items():
+                if len(theirs) >= len(ours) and self.difference is None:
+                    try:
+                        check_same(rank, settings, peer, theirs[len(ours) - 1])
+                    except ConfigError as error:
+                        self.difference = str(error)
+                        self.changed.notify_all()
+            self.check()
+
+    def check(self) -> None:
+        """Raise `ConfigError` where two ranks have not agreed."""
+        if self.difference is not None:
+            raise ConfigError(self.difference)
 
     def leave(self, rank: int, how: str) -> None:
         with self.changed:
@@ -68,15 +88,11 @@ class VirtualRanks:
     def join(self, rank: int, spec: ExchangeSpec) -> Channel:
         with self._lock:
             number = self._opened[rank]
-            channel = self._channels.setdefault(number, Channel(spec, rank))
+            channel = self._channels.setdefault(number, Channel())
             self._opened[rank] += 1
             if min(self._opened) > number:
                 del self._channels[number]  # all have it: the exchanges alone keep it alive
-        try:
-            spec.check_same(rank, channel.first_rank, channel.spec.to_json())
-        except ConfigError as error:
-            channel.leave(rank, str(error))  # the earlier ranks did not wait for us: they learn it now
-            raise
+        channel.agree(rank, spec.to_json())
         return channel
 
 
@@ -99,8 +115,12 @@ class VirtualWire:
         self._channel = group.world.join(self.rank, spec)
         self._sizes: dict[Tag, dict[int, int]] = {}
 
+    def agree(self, settings: str, deadline: float) -> None:
+        self._channel.agree(self.rank, settings)
+
     def send(self, tag: Tag, messages: dict[int, Tensor]) -> None:
         with self._channel.changed:
+            self._channel.check()
             for peer, message in messages.items():
                 if peer in self._channel.left:
                     raise WireError(peer, self._channel.left[peer])
@@ -119,9 +139,10 @@ class VirtualWire:
                 key = peer, self.rank, tag
                 # Called here at once, and by wait_for only before the next turn of the loop.
                 channel.changed.wait_for(
-                    lambda peer=peer, key=key: key in channel.mail or peer in channel.left,
+                    lambda peer=peer, key=key: key in channel.mail or peer in channel.left or channel.difference,
                     max(0.0, deadline - time.monotonic()),
                 )
+                channel.check()
                 if key not in channel.mail:
                     waited = f"nothing within {time.monotonic() - start:.1f} s"
                     raise WireError(peer, channel.left.get(peer, waited))

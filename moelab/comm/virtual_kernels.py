@@ -15,6 +15,7 @@ where a launch is threads of the operating system and returns once it has run.
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ class Shared:
 
     library: Library
     shape: Shape
-    same: tuple[str, bool, torch.device]  # what all ranks have to agree on besides: returns, packets, device
+    device: torch.device
     windows: torch.Tensor  # [R, bytes] uint8
     states: torch.Tensor
     table: torch.Tensor  # [R] int64, addresses of the windows
@@ -65,22 +66,23 @@ class VirtualSite:
         if options.puts_to:
             raise ConfigError(f"puts_to is {options.puts_to} over virtual ranks: puts need processes")
         self._channel = group.world.join(self.rank, spec)
-        ours = options.returns, options.packets, device
+        self._channel.agree(
+            self.rank, json.dumps({"returns": options.returns, "packets": options.packets, "device": str(device)})
+        )
         with self._channel.changed:
             if self._channel.shared is None:
-                self._channel.shared = _share(group.world.library, spec, *ours)
+                self._channel.shared = _share(group.world.library, spec, options, device)
             self._shared: Shared = self._channel.shared
-        if self._shared.same != ours:
-            raise ConfigError(
-                f"returns, packets and device are {ours} on rank {self.rank} but {self._shared.same} on another: every "
-                "rank must construct the exchange with the same arguments"
-            )
         self.windows = self._shared.table.data_ptr()
         self.window = self._shared.windows[self.rank].data_ptr()
         self.state = self._shared.states[self.rank].data_ptr()
 
+    def agree(self, settings: str, deadline: float) -> None:
+        self._channel.agree(self.rank, settings)
+
     def launch(self, number: int, call: Call, what: int, halves: int) -> None:
         shared = self._shared
+        self._channel.check()
         if not self._one_launch:
             shared.library.launch(shared.shape, call, what, halves, blocks=self._blocks, stream=0)
             return
@@ -105,11 +107,13 @@ class VirtualSite:
                 return [rank for rank in range(self._size) if rank not in came]
 
             channel.changed.wait_for(
-                lambda: key in shared.launched or any(rank in channel.left for rank in missing()), self._timeout_s
+                lambda: key in shared.launched or channel.difference or any(rank in channel.left for rank in missing()),
+                self._timeout_s,
             )
             if key not in shared.launched:
                 gone = missing()
                 del came[self.rank]  # whoever comes late must not launch for us
+                channel.check()
                 how = next((channel.left[r] for r in gone if r in channel.left), None)
                 seen = how or f"nothing within {time.monotonic() - start:.1f} s"
                 raise WireError(gone[0] if len(gone) == 1 else tuple(gone), seen)
@@ -141,19 +145,19 @@ class VirtualSite:
         if blocks < 1:
             raise CommError(f"{self._size} virtual ranks do not fit on the GPU together: take fewer")
         raw = bytearray(b"".join(map(bytes, calls)))
-        table = torch.frombuffer(raw, dtype=torch.uint8).to(shared.same[2], copy=True)
-        stream = torch.cuda.current_stream(shared.same[2]).cuda_stream if shared.same[2].type == "cuda" else 0
+        table = torch.frombuffer(raw, dtype=torch.uint8).to(shared.device, copy=True)
+        stream = torch.cuda.current_stream(shared.device).cuda_stream if shared.device.type == "cuda" else 0
         shared.library.launch_virtual(
             shared.shape, table.data_ptr(), what, halves, blocks=blocks, quantize=bool(first.quantize),
             out_dtype=first.out_dtype, stream=stream,
         )  # fmt: skip
 
 
-def _share(library: Library, spec: ExchangeSpec, returns: str, packets: bool, device: torch.device) -> Shared:
-    shape, window_bytes, state_bytes = make_shape(spec, library, returns, all_mapped=True, packets=packets)
+def _share(library: Library, spec: ExchangeSpec, options: Nvshmem, device: torch.device) -> Shared:
+    shape, window_bytes, state_bytes = make_shape(spec, library, options.returns, True, options.packets)
     size = spec.parallel.ep
     with torch.inference_mode(False):
         windows = torch.zeros(size, -(-window_bytes // 128) * 128, dtype=torch.uint8, device=device)
         states = torch.zeros(size, -(-state_bytes // 128) * 128, dtype=torch.uint8, device=device)
         table = torch.tensor([row.data_ptr() for row in windows], dtype=torch.int64, device=device)
-    return Shared(library, shape, (returns, packets, device), windows, states, table)
+    return Shared(library, shape, device, windows, states, table)

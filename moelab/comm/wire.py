@@ -32,6 +32,9 @@ class Wire(Protocol):
     name: str
     sent_bytes: int  # to other ranks, so far
 
+    def agree(self, settings: str, deadline: float) -> None:
+        """Collective: raise `ConfigError` unless every rank gives the same settings, a JSON object."""
+
     def send(self, tag: Tag, messages: dict[int, Tensor]) -> None:
         """Hand over {peer: message} and return at once. The wire keeps the tensors alive until they have left."""
 

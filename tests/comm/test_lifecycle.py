@@ -404,9 +404,48 @@ def test_ranks_that_disagree_about_max_tokens_are_told(pool):
     errors = pool.run(differing, s, ranks=s.ep)
     if pool.kind.startswith("emulated"):  # a kernel that runs already hears of nothing, but its wait ends
         told = [e for e in errors if "waited for rank" not in e]
-        assert told and len(told) < s.ep, errors
+        assert told, errors
         errors = told
     assert all(re.search(r"max_tokens is [89] on rank \d but [89] on rank \d", e) for e in errors), errors
+
+
+def agreeing(rank: Rank, s: Scenario, odd: int) -> str:
+    """Agrees twice, the second time with another setting on rank `odd`, and goes on, as long as nothing is raised."""
+    try:
+        with s.construct(rank, timeout_s=2 if rank.kind.startswith("emulated") else 30) as a2a:
+            a2a.agree(overlap="none", draft_tokens=0)
+            try:
+                a2a.agree(overlap="none", draft_tokens=int(rank.index == odd))
+                cases.whole(rank, a2a, s)
+            except ConfigError:
+                with pytest.raises(CommError, match="can no longer be used: it failed earlier"):
+                    a2a.agree()
+                raise
+    except (ConfigError, CommError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_agree_go_on(pool):
+    s = scenario(pool, 4)
+    assert pool.run(agreeing, s, -1, ranks=s.ep) == ["nothing"] * s.ep
+
+
+def test_ranks_that_disagree_about_what_they_were_told_are_told(pool):
+    s = scenario(pool, 4)
+    errors = pool.run(agreeing, s, s.ep - 1, ranks=s.ep)
+    if pool.kind.startswith("emulated"):  # as above
+        told = [e for e in errors if "waited for rank" not in e]
+        assert told and errors[-1] in told, errors
+        errors = told
+    said = re.compile(r"draft_tokens is (\d) on rank (\d) but (\d) on rank (\d): give every rank the same")
+    for rank, error in enumerate(errors):
+        match = said.fullmatch(error)
+        assert match, errors
+        ours, who, theirs, peer = map(int, match.groups())
+        assert {(who, ours), (peer, theirs)} & {(s.ep - 1, 1)} and ours + theirs == 1
+        if not pool.kind.startswith(("virtual", "emulated", "gpu-virtual")):
+            assert who == rank
 
 
 def test_available_names_every_backend():
