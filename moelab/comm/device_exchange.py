@@ -135,6 +135,11 @@ class DeviceExchange:
         return self.slot.starts
 
     @property
+    def idle(self) -> Tensor:
+        """int32 [1] on the device."""
+        return self.slot.all_idle
+
+    @property
     def all_idle(self) -> bool:
         """Waits for the device."""
         if self.slot.number != self.number:

@@ -34,6 +34,13 @@ class Handle:
         return self._exchange.all_idle
 
     @property
+    def idle(self) -> Tensor | bool:
+        """`all_idle`, and nothing waits: over nvshmem the int32 [1] on the device that holds it, from dispatch_recv on
+        until another exchange in the slot; also for a captured exchange, which every replay repeats."""
+        self._need_counts("idle")
+        return self._exchange.idle
+
+    @property
     def starts(self) -> Tensor | None:
         """[L] int32, first row of each local expert (contiguous_128; None when padded). Known from dispatch_recv on."""
         self._need_counts("starts")

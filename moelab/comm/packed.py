@@ -48,6 +48,10 @@ class PackedExchange:
     all_idle: bool | None = None
     starts: Tensor | None = None
 
+    @property
+    def idle(self) -> bool | None:
+        return self.all_idle
+
 
 class PackedBackend:
     """A `Backend` over a wire. Rows and scales live in one buffer per slot, made at the slot's first use."""

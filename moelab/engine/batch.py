@@ -21,14 +21,14 @@ class Piece(NamedTuple):
     tokens: list[int]
 
 
-def choose(sequences: list[Sequence], max_tokens: int) -> list[tuple[Sequence, int]]:
-    """(sequence, number of new tokens), in order of arrival, at most `max_tokens` together.
+def choose(sequences: list[Sequence], max_tokens: int, max_requests: int | None = None) -> list[tuple[Sequence, int]]:
+    """(sequence, number of new tokens), in order of arrival, at most `max_tokens` together, of `max_requests`.
 
     A decoding sequence has one new token and its drafts; a prompt has all that the cache lacks. What goes beyond the
     room is cut: drafts are then not tried, a prompt goes on in the next step.
     """
     chosen, room = [], max_tokens
-    for sequence in sequences:
+    for sequence in sequences[:max_requests]:
         count = min(len(sequence.tokens) + len(sequence.drafts) - sequence.num_cached, room)
         if count == 0:
             break
@@ -41,11 +41,15 @@ def build(
     chosen: list[tuple[Sequence, int]], device: torch.device | str, max_absorbed_q_len: int = MAX_ABSORBED_Q_LEN
 ) -> Batch:
     """Lay out the chosen tokens; attention is absorbed if every chunk is short, as in decode."""
-    pieces = [
+    return lay_out(pieces_of(chosen), device, bool(chosen), max_absorbed_q_len)
+
+
+def pieces_of(chosen: list[tuple[Sequence, int]]) -> list[Piece]:
+    """The tokens that were chosen, drafts last."""
+    return [
         Piece(sequence, sequence.num_cached, [*sequence.tokens[sequence.num_cached :], *sequence.drafts][:count])
         for sequence, count in chosen
     ]
-    return lay_out(pieces, device, bool(chosen), max_absorbed_q_len)
 
 
 def lay_out(

@@ -4,21 +4,31 @@ Every rank of a deployment calls `step` again and again. A step makes the same e
 group has to do, nothing included: no rank tells another how large its batch is. A group without requests learns from
 the bit that travels with each dispatch whether any group still has some; when none has, `all_idle` is true on all ranks
 after the same step, and they may stop together.
+
+A step in which every request brings one token and its drafts, at most, has a known shape and comes from
+`moelab.engine.graphs` where batch sizes are given; any other, with prompts in it, is laid out anew and runs eagerly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from moelab.config import MoelabError
-from moelab.engine.batch import MAX_ABSORBED_Q_LEN, build, choose
-from moelab.engine.executor import check_overlap, run_layers
-from moelab.engine.kv_cache import PagedCache, pages_for
+from moelab.config import ConfigError, MoelabError
+from moelab.engine.attention import decode_for
+from moelab.engine.batch import MAX_ABSORBED_Q_LEN, Piece, choose, lay_out, pieces_of
+from moelab.engine.decode import Body, Inputs, Output
+from moelab.engine.executor import Observe, check_overlap, run_layers
+from moelab.engine.graphs import DecodeGraphs
+from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
+from moelab.engine.sampler import Opinion
 from moelab.engine.sequence import Sampling, Sequence
 from moelab.engine.speculative import Acceptance, Drafter, verify
 from moelab.engine.timeline import Timeline
+from moelab.model.batch import Batch
 from moelab.model.deepseek import DeepSeek
 
 
@@ -34,12 +44,24 @@ class Token:
 class Engine:
     """Continuous batching over one rank's model; the ranks of a TP group must be given the same requests."""
 
-    def __init__(self, model: DeepSeek, cache_tokens: int = 16384, overlap: str = "none", draft_tokens: int = 0):
+    def __init__(
+        self,
+        model: DeepSeek,
+        cache_tokens: int = 16384,
+        overlap: str = "none",
+        draft_tokens: int = 0,
+        *,
+        batch_sizes: Iterable[int] = (),
+        capture: bool = True,
+        cache_dtype: torch.dtype | None = None,
+    ):
         """`cache_tokens`: what the cache holds. A step takes as many tokens as the model's exchange was made for.
 
         The same on every rank: `overlap`, none, dispatch or microbatch (`moelab.stages`); `draft_tokens`, how many the
-        MTP layer drafts in a step (`moelab.engine.speculative`). With a `Timeline` set as `timeline`, the stages of
-        each step are recorded in it.
+        MTP layer drafts in a step (`moelab.engine.speculative`); `batch_sizes`, of the decode steps with a fixed shape,
+        none if empty. On a GPU those are captured in CUDA graphs, unless `capture` is False; the construction is then
+        collective. `cache_dtype`: float8_e4m3fn, or by default the model's. With a `Timeline` set as `timeline`, the
+        stages of each step are recorded in it, and no graph is replayed.
         """
         check_overlap(overlap)
         if draft_tokens < 0:
@@ -47,15 +69,21 @@ class Engine:
         self.model, self.overlap = model, overlap
         self.device = model.embed_w.device
         self.cache = PagedCache(
-            model.num_caches, pages_for(cache_tokens), model.config.latent_dim, model.embed_w.dtype, self.device
+            model.num_caches,
+            pages_for(cache_tokens),
+            model.config.latent_dim,
+            cache_dtype or model.arithmetic.dtype,
+            self.device,
         )
         self.drafter = Drafter(model, self.cache.rows, draft_tokens, overlap) if draft_tokens else None
         self.acceptance = Acceptance.none(draft_tokens)
-        self.max_absorbed_q_len = max(MAX_ABSORBED_Q_LEN, 1 + draft_tokens)
+        self.q_len = 1 + draft_tokens
+        self.max_absorbed_q_len = max(MAX_ABSORBED_Q_LEN, self.q_len)
         self.timeline: Timeline | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.all_idle = False
+        self.graphs = self._make_graphs(sorted(batch_sizes), capture) if batch_sizes else None
 
     def add(self, id: int, prompt: list[int], sampling: Sampling) -> Sequence:
         """Queue a request. Raises if it could never run, naming what is too long."""
@@ -72,8 +100,8 @@ class Engine:
         bad = [token for token in prompt if not 0 <= token < self.model.config.vocab_size]
         if bad:
             raise MoelabError(f"token id {bad[0]} is outside the vocabulary of {self.model.config.vocab_size}")
-        if pages_for(sequence.max_cached) > self.cache.num_pages:
-            self.cache.take(sequence.max_cached)  # raises
+        if pages_for(self._room(sequence)) > self.cache.num_pages:
+            self.cache.take(self._room(sequence))  # raises
         self.waiting.append(sequence)
         return sequence
 
@@ -82,23 +110,24 @@ class Engine:
         if self.timeline is not None:
             self.timeline.begin()
         self._admit()
-        chosen = choose(self.running, self.model.all_to_all.spec.max_tokens)
-        batch = build(chosen, self.device, self.max_absorbed_q_len)
-        state = self.model.begin(batch, self.cache.rows)
-        run_layers(self.model, state, self.overlap, self.timeline)
-        hidden = self.model.finish(state)
-        tokens, fed, first = [], [], 0
-        for sequence, count in chosen:
-            start = sequence.num_cached
-            tokens += self._advance(sequence, hidden[first : first + count])
+        most = None if self.graphs is None else self.graphs.max_batch
+        pieces = pieces_of(choose(self.running, self.model.all_to_all.spec.max_tokens, most))
+        output, first = self._forward(pieces)
+        ends = [row + len(piece.tokens) for row, piece in zip(first, pieces, strict=True)]
+        done = [(p, end) for p, end in zip(pieces, ends, strict=True) if _num_drafts(p) >= 0]  # not within a prompt
+        rows = [(piece.sequence, list(range(end - 1 - _num_drafts(piece), end))) for piece, end in done]
+        opinions = iter(output.opinions(self.model, rows))
+        all_idle = output.all_idle
+        self.all_idle = not pieces if all_idle is None else all_idle
+        tokens, fed = [], []
+        for piece, row in zip(pieces, first, strict=True):
+            sequence = piece.sequence
+            tokens += self._advance(piece, next(opinions) if _num_drafts(piece) >= 0 else None)
             if not sequence.finished:
-                fed.append((sequence, start, hidden[first : first + sequence.num_cached - start]))
-            first += count
+                fed.append((sequence, piece.start, output.hidden[row : row + sequence.num_cached - piece.start]))
         if self.drafter is not None:
-            state = self.drafter.draft(fed, bool(chosen), self.timeline)
+            self.drafter.draft(fed, bool(pieces), self.timeline)
         self.running = [sequence for sequence in self.running if not sequence.finished]
-        all_idle = state.all_idle
-        self.all_idle = not chosen if all_idle is None else all_idle
         return tokens
 
     def run(self):
@@ -107,24 +136,65 @@ class Engine:
         while not self.all_idle:
             yield from self.step()
 
+    def _make_graphs(self, sizes: list[int], capture: bool) -> DecodeGraphs:
+        spec, config = self.model.all_to_all.spec, self.model.config
+        if sizes[-1] * self.q_len > spec.max_tokens:
+            raise ConfigError(
+                f"a batch of {sizes[-1]} requests with {self.q_len} tokens each exceeds the exchange's max_tokens, "
+                f"{spec.max_tokens}: give smaller batch sizes, or construct the model with more"
+            )
+        max_kv_len = min(config.max_position_embeddings + self.q_len, self.cache.num_pages * PAGE_SIZE)
+
+        def make(inputs: Inputs, body: Body) -> DecodeGraphs:
+            fp8_cache = not isinstance(self.cache.rows, torch.Tensor)
+            decode = decode_for(self.model, max_kv_len, inputs.q_len, fp8_cache)
+            return DecodeGraphs(body, inputs, sizes, self.overlap == "microbatch", decode, capture)
+
+        graphs = make(Inputs(sizes[-1], self.q_len, self.device), self._decode)
+        if self.drafter is not None:
+            self.drafter.use_graphs(sizes, make)
+        return graphs
+
+    def _decode(self, batch: Batch, observe: Observe | None) -> Output:
+        """A step of known shape, from tokens to what the model thinks comes next."""
+        output = self._run(batch, observe)
+        output.logits = self.model.logits(output.hidden)
+        output.best = output.logits.argmax(-1)
+        return output
+
+    def _run(self, batch: Batch, observe: Observe | None) -> Output:
+        state = self.model.begin(batch, self.cache.rows)
+        run_layers(self.model, state, self.overlap, observe)
+        return Output(self.model.finish(state), state.idle)
+
+    def _forward(self, pieces: list[Piece]) -> tuple[Output, list[int]]:
+        """The step's output, and the first row of each piece."""
+        if self.graphs is not None and self.graphs.serves(pieces):
+            return self.graphs.run(pieces, observe=self.timeline)
+        batch = lay_out(pieces, self.device, bool(pieces), self.max_absorbed_q_len)
+        return self._run(batch, self.timeline), [0, *accumulate(len(p.tokens) for p in pieces)][: len(pieces)]
+
+    def _room(self, sequence: Sequence) -> int:
+        """Rows of cache it may come to need. A step of fixed shape fills it up behind its last token."""
+        return sequence.max_cached + (self.q_len if self.graphs is not None else 0)
+
     def _admit(self) -> None:
         """Move waiting requests to the running ones while the cache has room for all they may come to need."""
         while self.waiting:
-            pages = self.cache.take(self.waiting[0].max_cached)
+            pages = self.cache.take(self._room(self.waiting[0]))
             if pages is None:
                 return
             sequence = self.waiting.pop(0)
             sequence.pages = pages
             self.running.append(sequence)
 
-    def _advance(self, sequence: Sequence, hidden: torch.Tensor) -> list[Token]:
-        """Take in the hidden states [n, H] of what was fed of `sequence`; its new tokens, none within a prompt."""
-        num_drafts = sequence.num_cached + len(hidden) - len(sequence.tokens)
-        if num_drafts < 0:
-            sequence.num_cached += len(hidden)
+    def _advance(self, piece: Piece, opinion: Opinion | None) -> list[Token]:
+        """Take in what was fed of a request; its new tokens, none within a prompt."""
+        if opinion is None:
+            piece.sequence.num_cached += len(piece.tokens)
             return []
-        new = verify(self.model.logits(hidden[-1 - num_drafts :]), sequence, num_drafts)
-        return self._extend(sequence, new, num_drafts)
+        num_drafts = _num_drafts(piece)
+        return self._extend(piece.sequence, verify(opinion, piece.sequence, num_drafts), num_drafts)
 
     def _extend(self, sequence: Sequence, new: list[int], num_drafts: int = 0) -> list[Token]:
         """Append new tokens up to the one that ends the request. Cached is then all but the last of them."""
@@ -141,3 +211,8 @@ class Engine:
             sequence.pages = []
         last = len(new) - 1
         return [Token(sequence, token, sequence.finished and i == last) for i, token in enumerate(new)]
+
+
+def _num_drafts(piece: Piece) -> int:
+    """How many of its tokens are drafts; negative within a prompt."""
+    return piece.start + len(piece.tokens) - len(piece.sequence.tokens)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from moelab.config import MoelabError
+from moelab.ops.mla_cache import PAGE_SIZE, Fp8Cache, LatentCache
 
-PAGE_SIZE = 64  # what the Hopper decode kernels want
+LayerCaches = Sequence[LatentCache]  # of each layer; a tensor [layers, pages, 64, latent_dim] is one
 
 
 class PagedCache:
-    """`rows` [layers, pages, 64, latent_dim], the same on all TP ranks, and the pages that are free."""
+    """`rows`, a cache for each layer, the same on all TP ranks, and the pages that are free.
+
+    In `dtype` it is one tensor [layers, pages, 64, latent_dim]; in float8_e4m3fn, which is for a latent of 512 values
+    and 64 of RoPE, it has scales (`moelab.ops.mla_cache`).
+    """
 
     def __init__(self, layers: int, pages: int, latent_dim: int, dtype: torch.dtype, device: str = "cpu"):
+        self.num_pages = pages
+        self.rows: LayerCaches
         # NaN, so that a row read before it was written cannot pass for a number.
-        self.rows = torch.full((layers, pages, PAGE_SIZE, latent_dim), float("nan"), dtype=dtype, device=device)
+        if dtype == torch.float8_e4m3fn:
+            self.rows = [Fp8Cache.empty(pages, device) for _ in range(layers)]
+            for layer in self.rows:
+                layer.values.view(torch.uint8).fill_(0x7F)  # e4m3's NaN
+                layer.scales.fill_(float("nan"))
+                layer.rope.fill_(float("nan"))
+        else:
+            self.rows = torch.full((layers, pages, PAGE_SIZE, latent_dim), float("nan"), dtype=dtype, device=device)
         self._free = list(range(pages))
-
-    @property
-    def num_pages(self) -> int:
-        return self.rows.shape[1]
 
     @property
     def num_free(self) -> int:

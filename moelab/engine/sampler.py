@@ -6,6 +6,8 @@ same text whatever ranks and batches it shares.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from moelab.engine.sequence import Sequence
@@ -13,17 +15,46 @@ from moelab.engine.sequence import Sequence
 DRAFT, VERIFY = 1, 2  # what else is drawn at a token's place, in speculative decoding
 
 
-def sample(logits: torch.Tensor, sequence: Sequence, ahead: int = 0) -> int:
-    """The next token of `sequence`, or the one that many places later, from float32 logits [vocab]. On ties the lower
-    id wins."""
+class Opinion(NamedTuple):
+    """What the model thinks comes next, after each of n rows."""
+
+    best: list[int]  # the likeliest token; on ties the lower id
+    logits: torch.Tensor | None = None  # float32 [n, vocab] on the host, where something is drawn from them
+
+
+def opinions(
+    logits: torch.Tensor, best: torch.Tensor, rows: list[tuple[Sequence, int]], index: torch.Tensor | None = None
+) -> list[Opinion]:
+    """One for each sequence, which has so many of the N rows, in this order.
+
+    logits float32 [N, vocab], or more of them, of which `index` int64 [N] names the rows; best int64 [N]. The device is
+    waited for once, or twice if something is drawn; only logits that are drawn from leave it.
+    """
+    likeliest = best.tolist()
+    is_drawn = torch.tensor([i for s, count in rows for i in [s.sampling.temperature > 0] * count], device=best.device)
+    index = torch.arange(len(logits), device=best.device) if index is None else index
+    host = logits[index[is_drawn]].cpu() if any(s.sampling.temperature > 0 for s, _ in rows) else None
+    found, at, at_host = [], 0, 0
+    for sequence, count in rows:
+        mine = None
+        if sequence.sampling.temperature > 0:
+            mine = host[at_host : at_host + count]
+            at_host += count
+        found.append(Opinion(likeliest[at : at + count], mine))
+        at += count
+    return found
+
+
+def sample(opinion: Opinion, row: int, sequence: Sequence, ahead: int = 0) -> int:
+    """The next token of `sequence`, or the one that many places later, by a row of an opinion."""
     if sequence.sampling.temperature == 0:
-        return int(logits.argmax())
-    return draw(distribution(logits, sequence), generator(sequence, ahead))
+        return opinion.best[row]
+    return draw(distribution(opinion.logits[row], sequence), generator(sequence, ahead))
 
 
 def distribution(logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-    """Probabilities [vocab] on the host, at the temperature of `sequence`, which must not be 0."""
-    return (logits.cpu() / sequence.sampling.temperature).softmax(-1)
+    """Probabilities [vocab] from logits on the host, at the temperature of `sequence`, which must not be 0."""
+    return (logits / sequence.sampling.temperature).softmax(-1)
 
 
 def generator(sequence: Sequence, ahead: int, purpose: int | None = None) -> torch.Generator:

@@ -20,36 +20,41 @@ none included. A request near its end has fewer drafts; it takes no part in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from moelab.config import ConfigError
 from moelab.engine.batch import Piece, lay_out
+from moelab.engine.decode import Body, Inputs, Output
 from moelab.engine.executor import Observe, run_moe_layers
-from moelab.engine.sampler import DRAFT, VERIFY, distribution, draw, generator, sample
+from moelab.engine.graphs import DecodeGraphs
+from moelab.engine.kv_cache import LayerCaches
+from moelab.engine.sampler import DRAFT, VERIFY, Opinion, distribution, draw, generator, sample
 from moelab.engine.sequence import Sequence
-from moelab.model.batch import State
+from moelab.model.batch import Batch
 from moelab.model.deepseek import DeepSeek
 
 
-def verify(logits: torch.Tensor, sequence: Sequence, num_drafts: int) -> list[int]:
+def verify(opinion: Opinion, sequence: Sequence, num_drafts: int) -> list[int]:
     """The next tokens of `sequence`, 1 to 1 + num_drafts: its first drafts as far as they stand, then one of the
-    model's own. logits float32 [1 + num_drafts, vocab]: after the sequence's last token, and after each draft."""
+    model's own. `opinion` has 1 + num_drafts rows: after the sequence's last token, and after each draft."""
     new: list[int] = []
-    for row, draft, q in zip(logits, sequence.drafts[:num_drafts], sequence.draft_probabilities, strict=False):
-        new.append(_judge(row, draft, q, sequence, ahead=len(new)))
+    for row, draft in enumerate(sequence.drafts[:num_drafts]):
+        new.append(_judge(opinion, row, draft, sequence))
         if new[-1] != draft:
             return new
-    return [*new, sample(logits[num_drafts], sequence, ahead=len(new))]
+    return [*new, sample(opinion, num_drafts, sequence, ahead=len(new))]
 
 
-def _judge(logits: torch.Tensor, draft: int, q: torch.Tensor | None, sequence: Sequence, ahead: int) -> int:
-    """The draft if it stands, otherwise what replaces it (never the draft itself)."""
+def _judge(opinion: Opinion, row: int, draft: int, sequence: Sequence) -> int:
+    """The draft of this row if it stands, otherwise what replaces it (never the draft itself)."""
     if sequence.sampling.temperature == 0:
-        return int(logits.argmax())
-    p = distribution(logits, sequence)
-    source = generator(sequence, ahead, VERIFY)
+        return opinion.best[row]
+    p, q = distribution(opinion.logits[row], sequence), sequence.draft_probabilities[row]
+    source = generator(sequence, row, VERIFY)
     if torch.rand((), generator=source) * q[draft] < p[draft]:
         return draft
     rest = (p - q).clamp(min=0)
@@ -77,7 +82,7 @@ class Acceptance:
 class Drafter:
     """Drafts for all requests of one rank, `draft_tokens` for each."""
 
-    def __init__(self, model: DeepSeek, cache: torch.Tensor, draft_tokens: int, overlap: str):
+    def __init__(self, model: DeepSeek, cache: LayerCaches, draft_tokens: int, overlap: str):
         """`cache`: the rows of all layers, of which the MTP layer's are the last."""
         if model.mtp is None:
             raise ConfigError(f"draft_tokens is {draft_tokens} and the model has no MTP layer to draft with: give 0")
@@ -89,36 +94,61 @@ class Drafter:
             )
         self.model, self.mtp, self.cache = model, model.mtp, cache
         self.draft_tokens, self.overlap = draft_tokens, overlap
+        self.graphs: dict[int, DecodeGraphs] = {}  # by the tokens that a request brings to a pass
+
+    def use_graphs(self, sizes: Iterable[int], make: Callable[[Inputs, Body], DecodeGraphs]) -> None:
+        """Take passes of known shape from graphs: the first, as many tokens of a request as the model confirms at most,
+        and those after it, of one token. Collective."""
+        config, device = self.model.config, self.model.embed_w.device
+        for q_len in {1 + self.draft_tokens, 1} if self.draft_tokens > 1 else {1 + self.draft_tokens}:
+            inputs = Inputs(max(sizes), q_len, device, config.hidden_size, self.model.arithmetic.dtype)
+
+            def body(batch: Batch, observe: Observe | None, inputs: Inputs = inputs) -> Output:
+                output = self._pass(batch, inputs.hidden[: batch.num_tokens], observe)
+                output.logits = self.model.logits(output.hidden)
+                output.best = output.logits.argmax(-1)
+                return output
+
+            self.graphs[q_len] = make(inputs, body)
 
     def draft(
         self, fed: list[tuple[Sequence, int, torch.Tensor]], has_work: bool, observe: Observe | None = None
-    ) -> State:
-        """Give every unfinished sequence its next drafts; the state of the last pass. Collective.
+    ) -> None:
+        """Give every unfinished sequence its next drafts. Collective.
 
         fed: sequence, first position, and normed hidden states [n, H] of what the model has confirmed in this step.
         """
         pieces = [Piece(s, start, s.tokens[start + 1 : start + 1 + len(rows)]) for s, start, rows in fed]
         hidden = [rows for _, _, rows in fed]
         for depth in range(self.draft_tokens):
-            state = self._forward(pieces, hidden, has_work, observe)
-            u = self.mtp.finish(state)
-            going_on, hidden, end = [], [], 0
-            for sequence, start, tokens in pieces:
-                end += len(tokens)
-                if depth < self._wanted(sequence):
-                    self._propose(sequence, self.model.logits(u[end - 1]))
-                    going_on.append(Piece(sequence, start + len(tokens), sequence.drafts[-1:]))
-                    hidden.append(u[end - 1 : end])
-            pieces = going_on
-        return state
+            graphs = self.graphs.get(1 if depth else 1 + self.draft_tokens)
+            if graphs is not None and graphs.serves(pieces):
+                output, first = graphs.run(pieces, hidden, observe)
+            else:
+                output, first = self._eager(pieces, hidden, has_work, observe)
+            ends = [row + len(piece.tokens) - 1 for row, piece in zip(first, pieces, strict=True)]
+            on = [i for i, piece in enumerate(pieces) if depth < self._wanted(piece.sequence)]
+            views = output.opinions(self.model, [(pieces[i].sequence, [ends[i]]) for i in on])
+            for i, view in zip(on, views, strict=True):
+                self._propose(pieces[i].sequence, view)
+            hidden = [output.hidden[ends[i] : ends[i] + 1] for i in on]
+            pieces = [
+                Piece(p.sequence, p.start + len(p.tokens), p.sequence.drafts[-1:]) for p in (pieces[i] for i in on)
+            ]
 
-    def _forward(self, pieces: list[Piece], hidden: list[torch.Tensor], has_work: bool, observe: Observe | None):
+    def _eager(
+        self, pieces: list[Piece], hidden: list[torch.Tensor], has_work: bool, observe: Observe | None
+    ) -> tuple[Output, list[int]]:
+        batch = lay_out(pieces, self.model.embed_w.device, has_work, 1 + self.draft_tokens)
+        joined = torch.cat([self.model.embed_w[:0], *hidden])
+        return self._pass(batch, joined, observe), [0, *accumulate(len(p.tokens) for p in pieces)][: len(pieces)]
+
+    def _pass(self, batch: Batch, hidden: torch.Tensor, observe: Observe | None) -> Output:
+        """The MTP layer over a batch of next tokens and the states [T, H] that they follow."""
         model = self.model
-        batch = lay_out(pieces, model.embed_w.device, has_work, 1 + self.draft_tokens)
-        joined = torch.cat([model.embed_w[:0], *hidden])
-        state = model.begin(batch, self.cache, self.mtp.project(model.embed(batch.tokens), joined))
+        state = model.begin(batch, self.cache, self.mtp.project(model.embed(batch.tokens), hidden))
         run_moe_layers([self.mtp.layer], state, self.overlap, observe, first=len(model.moe_layers))
-        return state
+        return Output(self.mtp.finish(state), state.idle)
 
     def _wanted(self, sequence: Sequence) -> int:
         """None in the middle of a prompt; never more than leave room for the token that follows them."""
@@ -127,12 +157,12 @@ class Drafter:
         return min(self.draft_tokens, sequence.sampling.max_tokens - sequence.num_output - 1)
 
     @staticmethod
-    def _propose(sequence: Sequence, logits: torch.Tensor) -> None:
+    def _propose(sequence: Sequence, opinion: Opinion) -> None:
         """Draft as the request samples; above temperature 0 the distribution is kept for the verdict."""
         if sequence.sampling.temperature == 0:
-            draft, q = int(logits.argmax()), None
+            draft, q = opinion.best[0], None
         else:
-            q = distribution(logits, sequence)
+            q = distribution(opinion.logits[0], sequence)
             draft = draw(q, generator(sequence, len(sequence.drafts), DRAFT))
         sequence.drafts.append(draft)
         sequence.draft_probabilities.append(q)

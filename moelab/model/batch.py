@@ -85,6 +85,6 @@ class State:
     expert_out: torch.Tensor | None = None  # [E/ep, dp · M, H]
 
     @property
-    def all_idle(self) -> bool | None:
-        """Whether no DP group has requests; None without an exchange. May wait for the device: read it once a step."""
-        return None if self.handle is None else self.handle.all_idle
+    def idle(self) -> torch.Tensor | bool | None:
+        """Whether no DP group has requests; None without an exchange. A tensor, int32 [1], where the device knows."""
+        return None if self.handle is None else self.handle.idle

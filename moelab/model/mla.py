@@ -109,7 +109,7 @@ class Attention:
         for chunk in s.batch.chunks:
             here = slice(start, start + chunk.q_len)
             query = torch.cat((s.q_latent[here], s.q_pe[here]), dim=-1)
-            out[here] = run(query, _cached_rows(cache, chunk).to(query.dtype), chunk)
+            out[here] = run(query, _cached_rows(cache, chunk), chunk)
             start = here.stop
         s.context = out
 
@@ -127,7 +127,7 @@ class Attention:
     def _mha(self, query: torch.Tensor, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The context, which every new token sees whole, and the new tokens among themselves, merged."""
         scale = softmax_scale(self.config)
-        context, new = rows.split([chunk.context_len, chunk.q_len])
+        context, new = rows.to(query.dtype).split([chunk.context_len, chunk.q_len])
         parts = [attend(query, *self._expand(context), scale, causal=False)]
         parts.append(attend(query, *self._expand(new), scale, causal=True))
         return merge(parts)[0]

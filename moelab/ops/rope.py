@@ -15,6 +15,7 @@ scale takes m²; cos and sin carry the quotient m(mscale) / m(mscale_all_dim), w
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -53,13 +54,19 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
 def cos_sin(config: ModelConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """positions [T] int -> cos, sin float32 [T, rope_dim/2], YaRN's multiplier included."""
     rope = config.rope
-    frequencies = inverse_frequencies(rope, config.qk_rope_head_dim).to(positions.device)
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.float()[:, None] * _frequencies(rope, config.qk_rope_head_dim, positions.device)
     if rope.mscale and rope.mscale_all_dim:
         gain = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     else:
         gain = yarn_mscale(rope.factor, 1.0)
     return angles.cos() * gain, angles.sin() * gain
+
+
+@functools.cache
+def _frequencies(rope: RopeConfig, dim: int, device: torch.device) -> torch.Tensor:
+    """Kept on the device: a step that is captured copies nothing from the host."""
+    with torch.inference_mode(False):
+        return inverse_frequencies(rope, dim).to(device)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from moelab.config import ConfigError, MoelabError, ParallelConfig
 from moelab.engine.batch import build, choose
 from moelab.engine.engine import Engine
 from moelab.engine.kv_cache import PagedCache
-from moelab.engine.sampler import sample
+from moelab.engine.sampler import Opinion, sample
 from moelab.engine.sequence import Sampling, Sequence
 from moelab.model.arithmetic import Plain
 from moelab.model.deepseek import DeepSeek
@@ -106,7 +106,7 @@ def test_draws_depend_on_seed_request_and_place_alone():
     logits = torch.randn(320)
 
     def draw(seed, id, length):
-        return sample(logits, Sequence(id, [1] * length, Sampling(5, temperature=1.0, seed=seed)))
+        return sample(Opinion([], logits[None]), 0, Sequence(id, [1] * length, Sampling(5, temperature=1.0, seed=seed)))
 
     assert draw(1, 2, 3) == draw(1, 2, 3)
     for other in (

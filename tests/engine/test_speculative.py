@@ -11,7 +11,7 @@ from moelab.config import ConfigError, MoelabError, ParallelConfig
 from moelab.engine import speculative
 from moelab.engine.batch import build, choose
 from moelab.engine.engine import Engine
-from moelab.engine.sampler import DRAFT, draw, generator
+from moelab.engine.sampler import DRAFT, Opinion, draw, generator
 from moelab.engine.sequence import Sampling, Sequence
 from moelab.engine.speculative import Acceptance, Drafter, verify
 from moelab.engine.timeline import Timeline
@@ -65,7 +65,7 @@ def guesses(monkeypatch):
     """Makes drafts right seven times of ten: guesses(plain) knows the plain texts."""
 
     def arrange(plain):
-        def propose(sequence, logits):
+        def propose(sequence, opinion):
             place = sequence.num_output + len(sequence.drafts)
             right = plain[sequence.id][place] if place < len(plain[sequence.id]) else 5
             wrong = torch.rand(()) < 0.3
@@ -149,7 +149,7 @@ def test_rows_of_fallen_drafts_are_never_read(model, guesses, draft_tokens):
 def test_drafts_are_those_of_the_mtp_layer_run_alone(model, monkeypatch):
     """Of a text in one piece: the first draft from the model's hidden states, each further one from the layer's own
     output after its norm."""
-    monkeypatch.setattr("moelab.engine.engine.verify", lambda logits, s, n: [int(logits[0].argmax())])  # none stands
+    monkeypatch.setattr("moelab.engine.engine.verify", lambda opinion, s, n: opinion.best[:1])  # none stands
     (prompt,) = random_prompts(30)
     engine = Engine(model, draft_tokens=3)
     sequence = engine.add(0, prompt, Sampling(20))
@@ -246,23 +246,23 @@ def pairs_of_tokens(p_first, p_next, q_first, q_next, draws: int) -> torch.Tenso
             sequence.draft_probabilities.append(q)
             sequence.drafts.append(draw(q, generator(sequence, len(sequence.drafts), DRAFT)))
         rows = torch.stack([p_first, *(p_next[draft] for draft in sequence.drafts)])
-        new = verify(rows.log(), sequence, 2)
+        new = verify(Opinion([], rows.log()), sequence, 2)
         if len(new) == 1:  # the next step, without drafts
             sequence.tokens += new
-            new = new + verify(p_next[new[-1:]].log(), sequence, 0)
+            new = new + verify(Opinion([], p_next[new[-1:]].log()), sequence, 0)
         counts[new[0], new[1]] += 1
     return counts
 
 
-def naive(logits, draft, q, sequence, ahead):
+def naive(opinion, row, draft, sequence):
     """Judges as it should, but replaces from p: a draft of high q then comes too often."""
-    p, source = logits.softmax(-1), generator(sequence, ahead, 2)
+    p, source, q = opinion.logits[row].softmax(-1), generator(sequence, row, 2), sequence.draft_probabilities[row]
     return draft if torch.rand((), generator=source) * q[draft] < p[draft] else draw(p, source)
 
 
-def without_q(logits, draft, q, sequence, ahead):
+def without_q(opinion, row, draft, sequence):
     """Takes the draft for a proposal without a distribution, as if all of q were on it."""
-    p, source = logits.softmax(-1), generator(sequence, ahead, 2)
+    p, source = opinion.logits[row].softmax(-1), generator(sequence, row, 2)
     rest = p.clone()
     rest[draft] = 0
     return draft if torch.rand((), generator=source) < p[draft] else draw(rest, source)
@@ -290,7 +290,7 @@ def test_drafts_that_are_like_the_model_stand(monkeypatch):
         for i in range(600):
             sequence = Sequence(i, [0], Sampling(9, temperature=1.0), draft_probabilities=[p])
             sequence.drafts.append(draw(p, generator(sequence, 0, DRAFT)))
-            fate.count(sequence.drafts, verify(p.log().expand(2, -1), sequence, 1))
+            fate.count(sequence.drafts, verify(Opinion([], p.log().expand(2, -1)), sequence, 1))
         return fate.accepted[0] / fate.tried[0]
 
     assert accepted() > 0.999

@@ -1,0 +1,88 @@
+"""Steps of several batch sizes, on a GPU each a CUDA graph: a step of n requests replays the smallest that holds them.
+
+Each DP group picks by its own n. Nothing is agreed between groups and nobody pads to a common size: the exchange knows
+its counts on the device and has the same shape for every T (`moelab.comm`), so a group that replays its graph of 3
+meets one that replays its graph of 64, or that of 0, which makes the same exchanges with no tokens.
+
+The largest is captured first, and all take their memory from one pool: only one of them runs at a time, so the smaller
+ones fit into what the largest left. Attention plans anew before each replay, outside the graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from moelab.config import ConfigError
+from moelab.engine.batch import Piece
+from moelab.engine.decode import Body, DecodeStep, Inputs, Output
+from moelab.engine.executor import Observe
+from moelab.ops.mla_decode import MAX_Q_LEN, MlaDecode
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+
+
+def sizes_up_to(most: int) -> tuple[int, ...]:
+    """Batch sizes for at most `most` requests: those of SIZES below it, and itself."""
+    return (*(size for size in SIZES if size < most), most)
+
+
+class DecodeGraphs:
+    """`body` for batches of up to max(sizes) requests with q_len tokens each. Collective: every rank makes it with the
+    same sizes, for each of which it runs once before it is captured."""
+
+    def __init__(
+        self,
+        body: Body,
+        inputs: Inputs,
+        sizes: Iterable[int],
+        halves: bool,
+        decode: Callable[[int], MlaDecode],
+        capture: bool = True,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """`decode(n)`: attention for n requests. `capture`: on a GPU; without it every step runs eagerly on the same
+        tensors. `progress` is told after each size how many of how many are ready."""
+        self.inputs, self.sizes = inputs, sorted({0, *sizes})
+        if self.sizes[0] < 0 or self.sizes[-1] < 1:
+            raise ConfigError(f"batch sizes are {sorted(sizes)}: give positive numbers")
+        if inputs.q_len > MAX_Q_LEN:
+            raise ConfigError(
+                f"{inputs.q_len} tokens of a request in a step: attention takes at most {MAX_Q_LEN}, so draft at most "
+                f"{MAX_Q_LEN - 1}, or run without batch sizes"
+            )
+        self._steps: dict[int, DecodeStep] = {}
+        captures = capture and inputs.tokens.is_cuda
+        stream, pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if captures else (None, None)
+        for done, size in enumerate(reversed(self.sizes), 1):
+            step = self._steps[size] = DecodeStep(body, inputs, size, halves, decode)
+            if captures:
+                step.capture(stream, pool)
+            progress(done, len(self.sizes))
+
+    @property
+    def max_batch(self) -> int:
+        return self.sizes[-1]
+
+    def step(self, num_requests: int) -> DecodeStep:
+        """The smallest that holds so many."""
+        return self._steps[self.sizes[bisect_left(self.sizes, num_requests)]]
+
+    def serves(self, pieces: list[Piece]) -> bool:
+        return len(pieces) <= self.max_batch and all(len(p.tokens) <= self.inputs.q_len for p in pieces)
+
+    def run(
+        self, pieces: list[Piece], hidden: list[Tensor] | None = None, observe: Observe | None = None
+    ) -> tuple[Output, list[int]]:
+        """A step of these requests: what it comes to, and the first row of each. Collective. `hidden`: states [n, H]
+        that the tokens of each request start from."""
+        step = self.step(len(pieces))
+        first = step.fill(pieces)
+        if hidden:
+            rows = [row + i for row, states in zip(first, hidden, strict=True) for i in range(len(states))]
+            where = torch.tensor(rows, device=self.inputs.hidden.device)
+            self.inputs.hidden.index_copy_(0, where, torch.cat(hidden))
+        return step.run(observe), first
