@@ -52,6 +52,7 @@ from moelab.comm.errors import CommError, ExchangeTimeout, WireError
 from moelab.comm.handle import HALVES, Handle
 from moelab.comm.nvshmem import Nvshmem
 from moelab.comm.spec import ExchangeSpec
+from moelab.comm.stand_in import StandIn
 from moelab.comm.virtual import VirtualRank
 from moelab.config import ConfigError, ParallelConfig
 
@@ -69,9 +70,9 @@ class AllToAll:
       starts at a multiple of 128 (`handle.starts`, `layout.grouped_layout(counts, capacity)`).
     - `scales`: format of the received scales, see `layout`: "row", "column_tma", "ue8m0".
     - `group`: a torch.distributed process group (NCCL on GPUs, else gloo; gloo with `device="cuda"` is staged through
-      the host), None for the world, `Nvshmem(group)` for our kernels (nvshmem.py, with the choices they have), or
-      `VirtualRanks(ep).rank(i)`. The caller's group itself is never used to send, except by `Dense` (dense.py), the
-      all_to_all_single to compare with.
+      the host), None for the world, `Nvshmem(group)` for our kernels (nvshmem.py, with the choices they have),
+      `VirtualRanks(ep).rank(i)`, or a `StandIn` for all other ranks (stand_in.py). The caller's group itself is never
+      used to send, except by `Dense` (dense.py), the all_to_all_single to compare with.
     - `device`: where all tensors live; by default the current GPU with NCCL and kernels, else the CPU.
     - `timeout_s`: limit of each half's waits, of the construction and of `close`.
 
@@ -92,7 +93,7 @@ class AllToAll:
         slots: int = 2,
         layout: str = "expert_padded",
         scales: str = "row",
-        group: dist.ProcessGroup | Dense | Nvshmem | VirtualRank | None = None,
+        group: dist.ProcessGroup | Dense | Nvshmem | VirtualRank | StandIn | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:

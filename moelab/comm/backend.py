@@ -19,6 +19,7 @@ from moelab.comm.errors import CommError
 from moelab.comm.nvshmem import Nvshmem, NvshmemSite, unavailable_nvshmem
 from moelab.comm.packed import PackedBackend
 from moelab.comm.spec import ExchangeSpec
+from moelab.comm.stand_in import StandIn
 from moelab.comm.torch_wire import GlooWire, NcclWire, unavailable_gloo, unavailable_nccl
 from moelab.comm.virtual import VirtualRank, VirtualWire
 from moelab.comm.virtual_kernels import VirtualSite
@@ -78,12 +79,14 @@ class Backend(Protocol):
 
 
 def open_backend(
-    group: dist.ProcessGroup | Dense | Nvshmem | VirtualRank | None,
+    group: dist.ProcessGroup | Dense | Nvshmem | VirtualRank | StandIn | None,
     spec: ExchangeSpec,
     device: torch.device | None,
     timeout_s: float,
 ) -> Backend:
     """The backend that `group` calls for. Collective. Raises `CommError` with the reason if it cannot run."""
+    if isinstance(group, StandIn):
+        return group.open(spec, device)
     ranks = group.group if isinstance(group, Dense | Nvshmem) else group
     if isinstance(ranks, VirtualRank):
         _check_size(ranks.world.size, spec)
@@ -107,7 +110,7 @@ def open_backend(
     if not isinstance(ranks, dist.ProcessGroup):
         raise ConfigError(
             f"group is a {type(ranks).__name__}: legal are a torch.distributed process group, None for the "
-            "world, Nvshmem() and VirtualRanks(ep).rank(i)"
+            "world, Nvshmem(), VirtualRanks(ep).rank(i) and StandIn()"
         )
     _check_size(ranks.size(), spec)
     if isinstance(group, Nvshmem):
