@@ -10,7 +10,8 @@ wait until it has; every half is then a meeting, sends too. What does not fit on
 ranks use one stream.
 
 With `one_launch=False` every rank launches for itself, as processes do, and nobody meets. That is for the emulation,
-where a launch is threads of the operating system and returns once it has run.
+where a launch is threads of the operating system and returns once it has run. A rank that is alone does so anywhere: it
+has nobody to wait for, and its halves can be captured in a CUDA graph as those over NVSHMEM.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class VirtualSite:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self.rank, self._size, self._one_launch = group.index, group.world.size, group.world.one_launch
+        self.rank, self._size = group.index, group.world.size
+        self._one_launch = group.world.one_launch and self._size > 1
         self.send_blocks, self._blocks, self._timeout_s = options.send_blocks, options.num_blocks, timeout_s
-        if device.type == "cuda" and not self._one_launch:
+        if device.type == "cuda" and not self._one_launch and self._size > 1:
             raise ConfigError("one_launch is False on a GPU: kernels that wait for one another have to be one launch")
         if options.puts_to:
             raise ConfigError(f"puts_to is {options.puts_to} over virtual ranks: puts need processes")
@@ -84,7 +86,9 @@ class VirtualSite:
         shared = self._shared
         self._channel.check()
         if not self._one_launch:
-            shared.library.launch(shared.shape, call, what, halves, blocks=self._blocks, stream=0)
+            shared.library.launch(
+                shared.shape, call, what, halves, blocks=self._blocks, stream=_current_stream(shared.device)
+            )
             return
         key, channel, start = (number, what, halves), self._channel, time.monotonic()
         with channel.changed:
@@ -146,10 +150,9 @@ class VirtualSite:
             raise CommError(f"{self._size} virtual ranks do not fit on the GPU together: take fewer")
         raw = bytearray(b"".join(map(bytes, calls)))
         table = torch.frombuffer(raw, dtype=torch.uint8).to(shared.device, copy=True)
-        stream = torch.cuda.current_stream(shared.device).cuda_stream if shared.device.type == "cuda" else 0
         shared.library.launch_virtual(
             shared.shape, table.data_ptr(), what, halves, blocks=blocks, quantize=bool(first.quantize),
-            out_dtype=first.out_dtype, stream=stream,
+            out_dtype=first.out_dtype, stream=_current_stream(shared.device),
         )  # fmt: skip
 
 
@@ -161,3 +164,7 @@ def _share(library: Library, spec: ExchangeSpec, options: Nvshmem, device: torch
         states = torch.zeros(size, -(-state_bytes // 128) * 128, dtype=torch.uint8, device=device)
         table = torch.tensor([row.data_ptr() for row in windows], dtype=torch.int64, device=device)
     return Shared(library, shape, device, windows, states, table)
+
+
+def _current_stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
