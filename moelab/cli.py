@@ -151,7 +151,7 @@ def generate(
     seed: Annotated[int, typer.Option("--seed", help="Decides the draws of a temperature above 0.")] = 0,
     device: Annotated[
         Literal["cpu", "cuda"],
-        typer.Option("--device", help="cpu computes in float32, cuda in bfloat16."),
+        typer.Option("--device", help="cpu computes in float32, cuda in block FP8."),
     ] = "cpu",
     overlap: Annotated[
         Literal["none", "dispatch", "microbatch"],

@@ -131,6 +131,11 @@ class AllToAll:
         return self._backend.name
 
     @property
+    def on_device(self) -> bool:
+        """Whether the halves wait on the device alone, so that they can be captured in a CUDA graph."""
+        return not self._backend.reads_values and self.device.type == "cuda"
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes this rank has sent to other ranks since construction: counts, rows and outputs."""
         return self._backend.sent_bytes

@@ -137,7 +137,13 @@ class Engine:
             yield from self.step()
 
     def _make_graphs(self, sizes: list[int], capture: bool) -> DecodeGraphs:
-        spec, config = self.model.all_to_all.spec, self.model.config
+        all_to_all, config = self.model.all_to_all, self.model.config
+        spec = all_to_all.spec
+        if capture and self.device.type == "cuda" and not all_to_all.on_device:
+            raise ConfigError(
+                f"a step over the {all_to_all.backend} exchange asks the host and cannot be captured: construct the "
+                "model with kernels (`moelab.comm.choice.default_group`), or give capture=False"
+            )
         if sizes[-1] * self.q_len > spec.max_tokens:
             raise ConfigError(
                 f"a batch of {sizes[-1]} requests with {self.q_len} tokens each exceeds the exchange's max_tokens, "

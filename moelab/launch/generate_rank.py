@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moelab.config import ModelConfig, ParallelConfig
+from moelab.comm.choice import default_group
+from moelab.config import ConfigError, ModelConfig, ParallelConfig
 from moelab.engine.engine import Engine
+from moelab.engine.graphs import sizes_up_to
 from moelab.engine.kv_cache import PAGE_SIZE, pages_for
 from moelab.engine.memory import available_bytes, need
 from moelab.engine.sequence import Sampling
 from moelab.launch.worker import Context
-from moelab.model.arithmetic import Plain
+from moelab.model.arithmetic import Arithmetic, Plain
+from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
+from moelab.ops.mla_decode import MAX_Q_LEN
+
+log = logging.getLogger(__name__)
 
 # Room for this many tokens is always enough to go on, where one sequence does not need more by itself: others
 # wait.
@@ -25,7 +32,6 @@ def generate(context: Context, job: dict[str, Any]) -> None:
     """For `launch`. Each group's first rank emits {prompt, token, last}, at the end, if it drafts, {drafts:
     [[accepted, tried] of each depth]}; before, rank 0 emits {loaded, layers} after each layer, and {ready}."""
     parallel = ParallelConfig(job["dp"], job["tp"], gpus_per_node=context.world_size)
-    dtype = torch.float32 if context.device == "cpu" else torch.bfloat16
 
     def progress(done: int, total: int) -> None:
         if context.rank == 0:
@@ -35,20 +41,25 @@ def generate(context: Context, job: dict[str, Any]) -> None:
     mine = {i: ids for i, ids in enumerate(job["prompts"]) if i % parallel.dp == group}
     cache_tokens = _cache_tokens(mine.values(), job["max_tokens"])
     config = ModelConfig.from_hf(job["folder"])
+    arithmetic = _arithmetic(config, context.device)
     longest = max((len(ids) for ids in mine.values()), default=0) + job["max_tokens"]
     sharing = context.world_size if context.device == "cpu" else -(-context.world_size // torch.cuda.device_count())
-    needed = need(config, parallel, dtype, job["step_tokens"], cache_tokens, job["overlap"])
+    needed = need(config, parallel, arithmetic, job["step_tokens"], cache_tokens, job["overlap"])
     needed.check(available_bytes(context.device, sharing), longest)
 
-    where = dict(rank=context.rank, arithmetic=Plain(dtype), device=context.device)
-    model = DeepSeek.load(job["folder"], parallel, job["step_tokens"], **where, progress=progress)
-    engine = Engine(model, cache_tokens, job["overlap"], job["draft_tokens"])
+    model = DeepSeek.load(
+        job["folder"], parallel, job["step_tokens"], rank=context.rank, arithmetic=arithmetic, device=context.device,
+        group=default_group(parallel.ep, context.device), progress=progress,
+    )  # fmt: skip
+    engine = Engine(
+        model, cache_tokens, job["overlap"], job["draft_tokens"], batch_sizes=_batch_sizes(model, parallel, job)
+    )
     sampling = Sampling(job["max_tokens"], job["temperature"], job["seed"])
     for number, ids in mine.items():
         engine.add(number, ids, sampling)
     dist.barrier()  # so that "ready" is true of all
     if context.rank == 0:
-        context.emit({"ready": f"{str(dtype).removeprefix('torch.')}, {model.all_to_all.backend} exchange"})
+        context.emit({"ready": f"{arithmetic}, {model.all_to_all.backend} exchange"})
     speaks = parallel.tp_rank(context.rank) == 0
     for token in engine.run():
         if speaks:
@@ -57,6 +68,27 @@ def generate(context: Context, job: dict[str, Any]) -> None:
         fate = zip(engine.acceptance.accepted, engine.acceptance.tried, strict=True)
         context.emit({"drafts": list(fate)})
     model.close()
+
+
+def _arithmetic(config: ModelConfig, device: str) -> Arithmetic:
+    """float32 on the CPU; on a GPU block FP8, or bfloat16 for a model whose sizes do not allow it."""
+    if device == "cpu":
+        return Plain()
+    try:
+        BlockFp8().check(config)
+    except ConfigError as error:
+        log.info("bfloat16 in place of FP8: %s", error)
+        return Plain(torch.bfloat16)
+    return BlockFp8()
+
+
+def _batch_sizes(model: DeepSeek, parallel: ParallelConfig, job: dict[str, Any]) -> tuple[int, ...]:
+    """Of the captured steps, the same on every rank: up to the largest batch that a DP group has, where its tokens fit
+    into a step. None where a step cannot be captured."""
+    q_len = 1 + job["draft_tokens"]
+    most = min(-(-len(job["prompts"]) // parallel.dp), job["step_tokens"] // q_len)
+    fp8 = isinstance(model.arithmetic, BlockFp8)
+    return sizes_up_to(most) if fp8 and model.all_to_all.on_device and most and q_len <= MAX_Q_LEN else ()
 
 
 def _cache_tokens(prompts, max_tokens: int) -> int:

@@ -110,6 +110,9 @@ class Plain:
             raise ConfigError(f"dtype is {dtype}: legal are {', '.join(map(str, PAYLOAD))}")
         self.dtype, self.exchange = dtype, {"payload": PAYLOAD[dtype]}
 
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
     def check(self, config: ModelConfig) -> None:
         pass
 

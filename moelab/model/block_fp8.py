@@ -54,6 +54,9 @@ class BlockFp8:
     dtype = torch.bfloat16
     exchange = {"payload": "fp8", "scales": SCALES}
 
+    def __str__(self) -> str:
+        return "block FP8"
+
     def check(self, config: ModelConfig) -> None:
         fixed = {
             "kv_lora_rank": LATENT_DIM, "qk_rope_head_dim": ROPE_DIM, "qk_nope_head_dim": BLOCK, "v_head_dim": BLOCK,
