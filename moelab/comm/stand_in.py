@@ -14,9 +14,9 @@ as this rank's group has, a draw for each exchange in turn), and the sums that c
 near one. What is real: where this rank's own tokens go, by its router. So `out` has nothing to do with what the experts
 computed, and a model on a stand-in says nothing.
 
-What differs from a real exchange: the windows are as large as the load needs and serve all slots, where real ones hold
-the worst case for each; a fused half is two launches; `all_idle` is this rank's own word; on the GPU, ids out of range
-go nowhere in silence.
+What differs from a real exchange: the windows hold what all ranks send if they send alike, and serve all slots
+(`window_bytes`), where real ones hold the worst case for each; a fused half is two launches; `all_idle` is this rank's
+own word; on the GPU, ids out of range go nowhere in silence.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from moelab.comm.errors import CommError
 from moelab.comm.spec import ExchangeSpec
 from moelab.comm.stand_in_clock import Hold, Holds
 from moelab.comm.stand_in_kernels import send_kernel
-from moelab.comm.stand_in_moves import KernelMoves, Moves, PlainMoves, Slot, StandInExchange, Windows
+from moelab.comm.stand_in_moves import KernelMoves, Moves, PlainMoves, Slot, StandInExchange, Windows, window_bytes
 from moelab.config import ConfigError
 from moelab.ops.jit import runs_on
 from moelab.perf.rank_load import RankLoad
+
+__all__ = ["Moved", "StandIn", "StandInBackend", "window_bytes"]
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,6 @@ class StandIn:
         """SMs that each kernel takes."""
         return self._opened().programs
 
-    @property
-    def window_bytes(self) -> int:
-        """Memory of the windows, beside the slots' rows that every exchange has."""
-        return self._opened().window_bytes
-
     def _opened(self) -> StandInBackend:
         if self._backend is None:
             raise CommError("this StandIn serves no AllToAll yet: pass it as group=")
@@ -118,9 +115,8 @@ class StandInBackend:
             self.holds = {name: Hold(us, spec.max_tokens, spec.slots, device) for name, us in times.items()}
             self._slots = [Slot(spec, index, device) for index in range(spec.slots)]
             self._load = [torch.from_numpy(t).to(device) for t in (stand_in.load.counts, stand_in.load.arrivals)]
-            windows = Windows(spec, stand_in.rank, max(1, int(stand_in.load.arrivals.max())), device)
-        self.window_bytes, self._windows = windows.num_bytes, windows
-        self.tally = windows.tally
+            windows = Windows(spec, stand_in.rank, device)
+        self._windows, self.tally = windows, windows.tally
         self._moves: Moves = PlainMoves(windows, self.holds)
         self.programs = 1
         if runs_on(send_kernel, windows.tally):

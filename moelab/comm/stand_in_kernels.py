@@ -9,7 +9,8 @@
 
 A launch is `programs` programs of 512 threads, of which an idle GPU gives each SM one; they share the tiles of the work
 among themselves. The row that stands i-th when experts' rows are counted through belongs to arrived token ⌊i·A/R⌋ of A
-tokens with R rows: every token has its turn and ⌊R/A⌋ or ⌈R/A⌉ rows.
+tokens with R rows: every token has its turn and ⌊R/A⌋ or ⌈R/A⌉ rows. The windows have room for what arrives when all
+ranks send alike; what is more goes through them again from the beginning.
 
 A row is copied in words of 32 bits, whatever its dtype. What the host does not know is found on the device: how many
 tokens there are (`count`, of dispatch_send, for all later halves), the load at so many tokens, the time to wait.
@@ -129,11 +130,12 @@ def send_kernel(
 @jit
 def receive_kernel(
     values, value_scales, rows, scales, counts, load, arrivals, count, started, asked, log, tally,
-    scales_expert_stride, scales_row_stride, group_stride, room, width, num_scales, local,
+    scales_expert_stride, scales_row_stride, group_stride, room, space, width, num_scales, local,
     EXPERTS: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PACKED: tl.constexpr,
     ENTRIES: tl.constexpr, EARLY: tl.constexpr, CUDA: tl.constexpr,
 ):  # fmt: skip
-    """`load` [M + 1, local] and `arrivals` [M + 1]: by the number of tokens. `room`: rows of an expert."""
+    """`load` [M + 1, local] and `arrivals` [M + 1]: by the number of tokens. `room`: rows of an expert, `space`:
+    of the window."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     program, step = tl.program_id(0), tl.num_programs(0)
@@ -157,7 +159,7 @@ def receive_kernel(
         passed = end[None, :] <= i[:, None]
         owner = tl.sum(passed.to(tl.int32), axis=1)
         place = (i - tl.sum(tl.where(passed, each[None, :], 0), axis=1)).to(tl.int64)
-        source = i.to(tl.int64) * arrived // total
+        source = i.to(tl.int64) * arrived // total % space
         column = chunk * COLS + tl.arange(0, COLS)
         inside = valid[:, None] & (column < width)[None, :]
         moved = tl.load(values + source[:, None] * width + column[None, :], mask=inside, other=0)
@@ -175,10 +177,10 @@ def receive_kernel(
 
 @jit
 def return_kernel(
-    y, sums, load, arrivals, count, started, tally, room, width, copies, copy_stride, local,
+    y, sums, load, arrivals, count, started, tally, room, space, width, copies, local,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr, CUDA: tl.constexpr,
 ):  # fmt: skip
-    """`copies` of each sum, one for each TP rank."""
+    """`copies` of each sum, one for each TP rank, into `space` rows, again from the first one after the last."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -212,10 +214,10 @@ def return_kernel(
             added += tl.load(y + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
             turn += 1
         inside = valid[:, None] & (column < width)[None, :]
-        where = sums + token[:, None] * width + column[None, :]
         copy = 0
         while copy < copies:
-            tl.store(where + copy * copy_stride, added.to(sums.dtype.element_ty), mask=inside)
+            where = sums + ((copy * arrived + token) % space)[:, None] * width + column[None, :]
+            tl.store(where, added.to(sums.dtype.element_ty), mask=inside)
             copy += 1
         item += step
 

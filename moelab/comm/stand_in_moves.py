@@ -57,19 +57,20 @@ class StandInExchange:
 
 
 class Windows:
-    """Memory that peers would own or write, one for all slots; what comes from them is filled once. And the tally."""
+    """Memory that peers would own or write, one for all slots: room for M tokens with K ranks each, sent and got. What
+    comes from peers is filled once. And the tally."""
 
-    def __init__(self, spec: ExchangeSpec, rank: int, arrivals: int, device: torch.device) -> None:
+    def __init__(self, spec: ExchangeSpec, rank: int, device: torch.device) -> None:
         self.spec, self.rank, self.device = spec, rank, device
-        k, tp, s, words = spec.top_k, spec.parallel.tp, spec.num_scales, spec.row_bytes // 4
-        share = -(-spec.max_tokens // tp) * k
+        k, s, words = spec.top_k, spec.num_scales, spec.row_bytes // 4
+        share, home = _window_rows(spec)
         self.sent = torch.zeros(share, words, dtype=torch.int32, device=device)
         self.sent_scales = torch.zeros(share, s, device=device)
         self.notes = torch.zeros(share, 2 * k + 1, dtype=torch.int32, device=device)  # ids, weights, token
-        self.arrived = torch.zeros(arrivals, words, dtype=torch.int32, device=device)
-        self.arrived_scales = torch.zeros(arrivals, s, device=device)
-        self.returned = torch.zeros(tp, arrivals, spec.hidden, dtype=spec.output_dtype, device=device)
-        self.home = torch.zeros(spec.max_tokens * k, spec.hidden, dtype=spec.output_dtype, device=device)
+        self.arrived = torch.zeros(share, words, dtype=torch.int32, device=device)
+        self.arrived_scales = torch.zeros(share, s, device=device)
+        self.returned = torch.zeros(home, spec.hidden, dtype=spec.output_dtype, device=device)
+        self.home = torch.zeros(home, spec.hidden, dtype=spec.output_dtype, device=device)
         self.tally = torch.zeros(8, dtype=torch.int64, device=device)  # of each half: calls, rows
         draws = torch.Generator(device).manual_seed(0)
         for rows, scales in zip(self.arrived.split(1024), self.arrived_scales.split(1024), strict=True):
@@ -80,9 +81,16 @@ class Windows:
             rows.copy_(values.to(spec.payload_dtype).view(torch.int32))
         self.home.normal_(0, SUM_SIGMA, generator=draws)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in vars(self).values() if isinstance(t, Tensor))
+
+def window_bytes(spec: ExchangeSpec) -> int:
+    """Of a stand-in's windows, beside the rows that every backend has for each slot."""
+    share, home = _window_rows(spec)
+    return share * (2 * (spec.row_bytes + 4 * spec.num_scales) + 8 * spec.top_k + 4) + 2 * home * spec.output_row_bytes
+
+
+def _window_rows(spec: ExchangeSpec) -> tuple[int, int]:
+    """Of dispatched tokens, of which the TP ranks share the sending, and of sums, which go to each of them."""
+    return -(-spec.max_tokens // spec.parallel.tp) * spec.top_k, spec.max_tokens * spec.top_k
 
 
 class Moves(Protocol):
@@ -133,6 +141,7 @@ class PlainMoves:
     def receive(self, e: StandInExchange) -> None:
         self.holds["dispatch"].wait(e.slot.index, int(e.slot.count))
         rows, source = self._rows(e)
+        source %= len(self.w.arrived)
         e.slot.counts.copy_(e.load[int(e.slot.count)])
         e.slot.rows.view(torch.int32).flatten(0, 1)[rows] = self.w.arrived[source]
         if e.slot.scales is not None:
@@ -145,8 +154,11 @@ class PlainMoves:
         rows, source = self._rows(e)
         arrived = int(e.arrivals[int(e.slot.count)])
         sums = torch.zeros(arrived, self.spec.hidden).index_add_(0, source, y.flatten(0, 1)[rows].float())
-        self.w.returned[:, :arrived] = sums.to(self.spec.output_dtype)
-        self._tally(2, arrived * self.spec.parallel.tp)
+        sums = sums.to(self.spec.output_dtype).repeat(self.spec.parallel.tp, 1)  # to each TP rank
+        for first in range(0, len(sums), len(self.w.returned)):
+            piece = sums[first : first + len(self.w.returned)]
+            self.w.returned[: len(piece)] = piece
+        self._tally(2, len(sums))
 
     @torch.no_grad()
     def gather(self, e: StandInExchange, out: Tensor) -> None:
@@ -221,8 +233,8 @@ class KernelMoves:
         kernels.receive_kernel[(self.programs,)](
             w.arrived, w.arrived_scales, slot.rows.view(torch.int32), slot.scales, slot.counts, e.load, e.arrivals,
             slot.count, hold.started[slot.index :], hold.asked, hold.log, w.tally,
-            *(slot.scales.stride() if slot.scales is not None else (0, 0, 0)), spec.expert_rows, width,
-            spec.num_scales, spec.local_experts, EXPERTS=self._experts, S=self._sizes["S"],
+            *(slot.scales.stride() if slot.scales is not None else (0, 0, 0)), spec.expert_rows,
+            len(w.arrived), width, spec.num_scales, spec.local_experts, EXPERTS=self._experts, S=self._sizes["S"],
             **self._tile(rows, width, min(512, _power_of_2(width))), PACKED=spec.scales == "ue8m0", ENTRIES=ENTRIES,
             **self._common,
         )  # fmt: skip
@@ -234,7 +246,7 @@ class KernelMoves:
         arrived = int(self.load.arrivals[e.draw, e.tokens])
         kernels.return_kernel[(self.programs,)](
             y, w.returned, e.load, e.arrivals, slot.count, hold.started[slot.index :], w.tally, spec.expert_rows,
-            spec.hidden, spec.parallel.tp, w.returned.stride(0), spec.local_experts, EXPERTS=self._experts,
+            len(w.returned), spec.hidden, spec.parallel.tp, spec.local_experts, EXPERTS=self._experts,
             **self._tile(arrived, spec.hidden, min(512, _power_of_2(spec.hidden))), **self._common,
         )  # fmt: skip
 
