@@ -56,7 +56,7 @@ def test_as_plain_torch(device, payload, scales, quantized_first, dp, tp, rank):
     plain._backend._moves = PlainMoves(here, plain._backend.holds)
     for name in ("arrived", "arrived_scales", "home"):  # what a GPU draws the CPU does not
         getattr(here, name).copy_(getattr(there, name))
-    for n, num in ((M, None), (0, None), (6, 4), (1, None)):
+    for number, (n, num) in enumerate(((M, None), (0, None), (6, 4), (1, None))):
         given = tokens(n, payload, scales)
         if not quantized_first:
             given = (torch.randn(n, H).bfloat16(), *given[1:3], None)
@@ -83,7 +83,10 @@ def test_as_plain_torch(device, payload, scales, quantized_first, dp, tp, rank):
             values = (t.view(torch.float8_e4m3fn).float() for t in (there.sent, here.sent))
             assert torch.allclose(*values, rtol=0.15, atol=0.1)
         assert same_bits(there.sent_scales, here.sent_scales)
-        assert torch.allclose(there.returned.cpu().float(), here.returned.float(), rtol=1e-2, atol=1e-2)
+        left = tp * stand_in.load.arrivals[number % 3, n if num is None else num]
+        if left <= len(here.returned):  # else they come round again, in no order
+            sums = (t[:left].cpu().float() for t in (there.returned, here.returned))
+            assert torch.allclose(*sums, rtol=1e-2, atol=1e-2)
     assert stand_in.moved() == plain_stand_in.moved()
     assert stand_in.held()["dispatch"].asked_us.tolist() == plain_stand_in.held()["dispatch"].asked_us.tolist()
 
