@@ -14,7 +14,7 @@ import torch
 
 from moelab.bench import absorb, grouped, linear, memory_bound, mla, roofs, routing
 from moelab.bench.case import OpCase
-from moelab.bench.timer import BenchError, graph_samples, num_sets, require_gpu
+from moelab.bench.timer import BenchError, num_sets, require_gpu, samples_in_turns
 from moelab.results import Provenance, Record, Store, collect
 
 if TYPE_CHECKING:
@@ -112,14 +112,13 @@ def run(todo: Sequence[OpCase], store: Store) -> Iterator[Line | Failure]:
 
 
 def time_case(case: OpCase, device: torch.device, provenance: Provenance) -> Iterator[Record | Failure]:
-    """One Record per backend, all on the same inputs."""
+    """One Record per backend, all on the same inputs and in turns."""
     torch.manual_seed(case.seed)
     sets = [case.make(device) for _ in range(num_sets(case.bytes, device))]
-    for backend, call in case.backends.items():
-        try:
-            samples = graph_samples([lambda inputs=inputs, call=call: call(inputs) for inputs in sets])
-        except Exception as error:  # reported by who prints, who also fails
-            yield Failure(case, backend, error)
+    calls = [[lambda inputs=inputs, call=call: call(inputs) for inputs in sets] for call in case.backends.values()]
+    for backend, samples in zip(case.backends, samples_in_turns(calls), strict=True):
+        if isinstance(samples, Exception):  # reported by who prints, who also fails
+            yield Failure(case, backend, samples)
             continue
         yield Record.from_samples(
             samples.us, bench=BENCH, backend=backend, metric=case.op, unit="us", clock="graph", warmup=samples.warmup,

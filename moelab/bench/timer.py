@@ -3,6 +3,9 @@
 One graph holds many calls, on several sets of inputs in turn, so that by the time a set comes round again the others
 have pushed it out of the L2. Events stand around each replay; a sample is the time of a replay over its calls. It
 includes the gap between two kernels of a graph, as a step of an engine does.
+
+A GPU's clock drifts by more than backends differ. So the graphs of all backends that are to be compared are captured
+first and replayed in turns, there and back (A B C C B A …): each one's samples are spread over the same time.
 """
 
 from __future__ import annotations
@@ -48,19 +51,57 @@ def num_sets(set_bytes: float, device: torch.device) -> int:
 def graph_samples(calls: Sequence[Callable[[], object]]) -> Samples:
     """Time the same work on each set of inputs, an entry of `calls` each. Every call runs twice before the capture, so
     what compiles or allocates then is not timed."""
-    rounds = _rounds(len(calls), _eager_us(calls))
-    graph = torch.cuda.CUDAGraph()
-    # Results are kept, so that a call which allocates its output writes to fresh memory, like one that is given some.
-    results = []
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            results += [call() for call in calls]
-    (first,) = _replay_us(graph, 1)
-    warmup = _within(WARMUP_US / first, WARMUPS)
-    _replay_us(graph, warmup)
-    samples = _replay_us(graph, _within(TIMED_US / first, REPLAYS))
-    del results
-    return Samples([us / (rounds * len(calls)) for us in samples], warmup + 1)
+    (samples,) = samples_in_turns([calls])
+    if isinstance(samples, Exception):
+        raise samples
+    return samples
+
+
+def samples_in_turns(backends: Sequence[Sequence[Callable[[], object]]]) -> list[Samples | Exception]:
+    """`graph_samples` of several backends over the same time; for one that raises, what it raised, and the others go
+    on. The graphs share their memory: that of outputs which calls allocate is that of one backend, not of all."""
+    found: list[_Captured | Exception] = []
+    pool = torch.cuda.graph_pool_handle()
+    for calls in backends:
+        try:
+            found.append(_Captured(calls, pool))
+        except Exception as error:  # reported by who asked
+            found.append(error)
+            pool = torch.cuda.graph_pool_handle()  # torch may take the old one for still being captured into
+    ready = [one for one in found if isinstance(one, _Captured)]
+    warmups = [_within(WARMUP_US / one.first_us, WARMUPS) for one in ready]
+    times = [_within(TIMED_US / one.first_us, REPLAYS) for one in ready]
+    _replay_us(ready, in_turns(warmups))
+    samples = _replay_us(ready, in_turns(times))
+    timed = iter(
+        Samples([us / one.calls for us in of], warmup + 1)
+        for one, of, warmup in zip(ready, samples, warmups, strict=True)
+    )
+    return [one if isinstance(one, Exception) else next(timed) for one in found]
+
+
+def in_turns(counts: Sequence[int]) -> list[int]:
+    """The order in which i has counts[i] turns, each one's spread over the whole; there and back, so that a steady
+    drift adds the same to all that have as many."""
+    turns = [((k + 0.5) / n, i if k % 2 == 0 else -i, i) for i, n in enumerate(counts) for k in range(n)]
+    return [i for *_, i in sorted(turns)]
+
+
+class _Captured:
+    """A backend's graph, and what one replay took."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]], pool: tuple[int, int]) -> None:
+        rounds = _rounds(len(calls), _eager_us(calls))
+        self.calls = rounds * len(calls)
+        self.graph = torch.cuda.CUDAGraph()
+        # Results are kept while it is captured, so that a call which allocates its output writes to fresh memory, like
+        # one that is given some. Nobody reads them: afterwards the next backend's may have their place.
+        results = []
+        with torch.cuda.graph(self.graph, pool=pool):
+            for _ in range(rounds):
+                results += [call() for call in calls]
+        del results
+        ((self.first_us,),) = _replay_us([self], [0])
 
 
 def _eager_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -85,14 +126,18 @@ def _rounds(num_calls: int, pass_us: float) -> int:
     return max(1, min(math.ceil(CALLS / num_calls), math.ceil(REPLAY_US / max(pass_us, 1e-3))))
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, times: int) -> list[float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+def _replay_us(captured: Sequence[_Captured], order: Sequence[int]) -> list[list[float]]:
+    """What each replay took, of each of `captured` in the order of its turns."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
     marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
+    for i, mark in zip(order, marks[1:], strict=True):
+        captured[i].graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in zip(marks, marks[1:], strict=False)]
+    us: list[list[float]] = [[] for _ in captured]
+    for i, start, end in zip(order, marks, marks[1:], strict=False):
+        us[i].append(start.elapsed_time(end) * 1e3)
+    return us
 
 
 def _within(count: float, limits: tuple[int, int]) -> int:
