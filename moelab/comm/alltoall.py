@@ -104,6 +104,7 @@ class AllToAll:
         self._free = list(range(slots))
         self._in_flight: list[Handle] = []
         self._started = 0
+        self.group = group  # as it was given
         self._dead: str | None = None  # why nothing but close() is allowed
         self._closed = False
         try:

@@ -54,6 +54,7 @@ class StandIn:
     - `dispatch_us`, `combine_us`: tokens of this rank's DP group -> µs from the send's start to the receive's release.
     - `rank`: which of the `ep` ranks this is; its TP rank decides which tokens it sends.
     - `num_sms`: programs of each kernel, which an idle GPU puts on one SM each; 0: all SMs.
+    - `law`: where the times come from, in words.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class StandIn:
         combine_us: Callable[[int], float],
         rank: int = 0,
         num_sms: int = 0,
+        law: str = "",
     ) -> None:
         if num_sms < 0:
             raise ConfigError(f"num_sms is {num_sms}: give 0 for all SMs, or a number of them")
         self.load, self.dispatch_us, self.combine_us, self.rank = load, dispatch_us, combine_us, rank
-        self.num_sms = num_sms
+        self.num_sms, self.law = num_sms, law
         self._backend: StandInBackend | None = None
 
     def open(self, spec: ExchangeSpec, device: torch.device | None) -> StandInBackend:

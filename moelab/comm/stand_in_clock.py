@@ -37,6 +37,11 @@ class Holds:
         """The time spent waiting; asked − exposed passed while something else ran."""
         return self.held_us - self.entered_us
 
+    def by_asked(self) -> dict[float, np.ndarray]:
+        """{asked_us: held_us of all that waited}: what of the asked was kept to."""
+        waits = self.waited
+        return {float(us): self.held_us[waits & (self.asked_us == us)] for us in np.unique(self.asked_us[waits])}
+
     @property
     def waited(self) -> np.ndarray:
         """Which of them came early enough to wait: only these are to be as long as asked."""

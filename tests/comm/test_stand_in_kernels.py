@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from moelab.comm.stand_in_moves import KernelMoves, PlainMoves  # noqa: E402
+from moelab.comm.stand_in_reduce import StandInReduce  # noqa: E402
 from moelab.config import preset  # noqa: E402
 from moelab.ops.layout import dequantize_rows  # noqa: E402
 from tests.comm.scenario import same_bits  # noqa: E402
@@ -89,6 +90,17 @@ def test_as_plain_torch(device, payload, scales, quantized_first, dp, tp, rank):
             assert torch.allclose(*sums, rtol=1e-2, atol=1e-2)
     assert stand_in.moved() == plain_stand_in.moved()
     assert stand_in.held()["dispatch"].asked_us.tolist() == plain_stand_in.held()["dispatch"].asked_us.tolist()
+
+
+def test_the_reduce_as_plain_torch(device):
+    reduce = StandInReduce(4, nothing, M, 2 * 4096, device, num_sms=2)
+    for rows in (M, 3):
+        x = torch.randn(rows, 4096, device=device).bfloat16()
+        before = x.clone()
+        assert reduce.all_reduce(x) is x and same_bits(x, before)
+        sent = rows * 2048 * 3 // 4
+        assert torch.equal(reduce._away[:sent], x.view(torch.int32).view(-1)[:sent])
+    assert reduce.moved() == (2, 2 * (M + 3) * 8192 * 3 // 4) and reduce.programs == 2
 
 
 def gpu_only():
