@@ -22,9 +22,18 @@ def decode_class(device: torch.device | str, fp8_cache: bool = False) -> type[Ml
 
 
 def decode_for(model: DeepSeek, max_kv_len: int, q_len: int, fp8_cache: bool = False) -> Callable[[int], MlaDecode]:
-    """Makes attention for n requests of q_len new tokens: n -> `MlaDecode`."""
+    """Makes attention for n requests of q_len new tokens: n -> `MlaDecode`. They share scratch memory with the largest
+    so far, so the largest comes first."""
     device = model.embed_w.device
-    kind, num_heads, scale = (
-        decode_class(device, fp8_cache), model.layers[0].attention.num_heads, softmax_scale(model.config),
-    )  # fmt: skip
-    return lambda batch: kind(num_heads, scale, batch, max_kv_len, q_len, device)
+    kind = decode_class(device, fp8_cache)
+    num_heads, scale = model.layers[0].attention.num_heads, softmax_scale(model.config)
+    made: list[MlaDecode] = []
+
+    def make(batch: int) -> MlaDecode:
+        share = made[0] if made and made[0].max_batch >= batch else None
+        decode = kind(num_heads, scale, batch, max_kv_len, q_len, device, share)
+        if share is None:
+            made[:] = [decode]
+        return decode
+
+    return make

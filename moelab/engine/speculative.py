@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -79,6 +80,13 @@ class Acceptance:
             self.accepted[depth] += draft == token
 
 
+class Ahead(NamedTuple):
+    """The first pass of a step, made before the step's tokens were known to the host."""
+
+    output: Output
+    first: dict[int, int]  # id(sequence) -> its first row
+
+
 class Drafter:
     """Drafts for all requests of one rank, `draft_tokens` for each."""
 
@@ -111,18 +119,45 @@ class Drafter:
 
             self.graphs[q_len] = make(inputs, body)
 
+    def follow(self, pieces: list[Piece], output: Output, observe: Observe | None = None) -> Ahead | None:
+        """The first pass behind the model's step of these pieces, without a look at what the step came to. Collective.
+
+        At temperature 0 the device knows as much as the host: the token after a row is the likeliest one, and a row
+        stands if its draft and all before it were that. So nothing waits between step and pass. None where the step was
+        not of fixed shape, a request is sampled or still in its prompt: then it is for `draft` to make the pass.
+        """
+        graphs = self.graphs.get(1 + self.draft_tokens)
+        known = all(p.sequence.sampling.temperature == 0 and p.start == len(p.sequence.tokens) - 1 for p in pieces)
+        if graphs is None or output.best is None or not known:
+            return None
+        step, inputs = graphs.step(len(pieces)), graphs.inputs
+        first = step.fill(pieces)
+        rows, q_len = len(output.best), inputs.q_len
+        drafts, likeliest = inputs.tokens[:rows].view(-1, q_len)[:, 1:], output.best.view(-1, q_len)[:, :-1]
+        inputs.real[:rows].view(-1, q_len)[:, 1:] &= (drafts == likeliest).cumprod(-1).bool()
+        inputs.tokens[:rows] = output.best
+        inputs.hidden[:rows] = output.hidden
+        return Ahead(step.run(observe), {id(p.sequence): row for p, row in zip(pieces, first, strict=True)})
+
     def draft(
-        self, fed: list[tuple[Sequence, int, torch.Tensor]], has_work: bool, observe: Observe | None = None
+        self,
+        fed: list[tuple[Sequence, int, torch.Tensor]],
+        has_work: bool,
+        observe: Observe | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """Give every unfinished sequence its next drafts. Collective.
 
         fed: sequence, first position, and normed hidden states [n, H] of what the model has confirmed in this step.
+        `ahead`: the first pass, if `follow` has made it.
         """
         pieces = [Piece(s, start, s.tokens[start + 1 : start + 1 + len(rows)]) for s, start, rows in fed]
         hidden = [rows for _, _, rows in fed]
         for depth in range(self.draft_tokens):
             graphs = self.graphs.get(1 if depth else 1 + self.draft_tokens)
-            if graphs is not None and graphs.serves(pieces):
+            if ahead is not None and depth == 0:
+                output, first = ahead.output, [ahead.first[id(piece.sequence)] for piece in pieces]
+            elif graphs is not None and graphs.serves(pieces):
                 output, first = graphs.run(pieces, hidden, observe)
             else:
                 output, first = self._eager(pieces, hidden, has_work, observe)

@@ -20,6 +20,9 @@ the same results but for rounding. Appending to the cache is an op of its own.
 CUDA graphs: capture `run` after a `plan`, then for each step plan anew and replay. Buffers and grid belong to the
 object, so batch and q_len must be those of the capture; a sequence that is not there has kv_len 0, which gives zeros
 and lse −inf. One stream uses an object: `plan` waits until the copy of the plan before has left the host, not more.
+
+Objects of a deployment, one for each batch size say, can share scratch memory, which is megabytes each: `share` another
+object of the same heads, max_q_len and device, on the same stream and not smaller.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class MlaDecode(ABC):
         max_kv_len: int,
         max_q_len: int = 1,
         device: torch.device | str = "cpu",
+        share: MlaDecode | None = None,
     ):
         require(num_heads >= 1, "num_heads", num_heads, "at least 1")
         require(1 <= max_q_len <= MAX_Q_LEN, "max_q_len", max_q_len, f"1 … {MAX_Q_LEN}")
@@ -59,6 +63,10 @@ class MlaDecode(ABC):
         require(max_kv_len >= 1, "max_kv_len", max_kv_len, "at least 1")
         self.num_heads, self.scale, self.max_batch = num_heads, scale, max_batch
         self.max_q_len, self.max_pages, self.device = max_q_len, num_pages(max_kv_len), torch.device(device)
+        if share is not None:
+            alike = type(share) is type(self) and (share.num_heads, share.max_q_len) == (num_heads, max_q_len)
+            require(alike and share.device == self.device, "share", share, "of the same kind, heads, q_len and device")
+            require(share.max_batch >= max_batch, "share's max_batch", share.max_batch, f"at least {max_batch}")
         self.kv_lens: list[int] | None = None
         self.q_lens: list[int] = []
 

@@ -61,15 +61,19 @@ class FlashInferDecode(MlaDecode):
         max_kv_len: int,
         max_q_len: int = 1,
         device: torch.device | str = "cuda",
+        share: FlashInferDecode | None = None,
     ):
-        super().__init__(num_heads, scale, max_batch, max_kv_len, max_q_len, device)
+        super().__init__(num_heads, scale, max_batch, max_kv_len, max_q_len, device, share)
         if why := reason(self.device):
             raise FlashInferError(why)
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         ints = functools.partial(torch.zeros, dtype=torch.int32, device=self.device)
+        self.workspace = (
+            share.workspace if share else torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=self.device)
+        )
         self._wrapper = BatchMLAPagedAttentionWrapper(
-            torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=self.device),
+            self.workspace,
             use_cuda_graph=True,
             qo_indptr=ints(max_batch + 1),
             kv_indptr=ints(max_batch + 1),

@@ -46,18 +46,22 @@ class TritonDecode(MlaDecode):
         max_kv_len: int,
         max_q_len: int = 1,
         device: torch.device | str = "cuda",
+        share: TritonDecode | None = None,
     ):
-        super().__init__(num_heads, scale, max_batch, max_kv_len, max_q_len, device)
+        super().__init__(num_heads, scale, max_batch, max_kv_len, max_q_len, device, share)
         rows = num_heads * max_q_len
         self.hopper = mla_hopper.runs_on(self.device)
         self.row_block = mla_hopper.ROWS if self.hopper else 16 if rows <= 16 else 32
         self.row_tiles = -(-rows // self.row_block)
         self.groups = max(1, _num_programs(self.device) // self.row_tiles)
         self.buffer = PlanBuffer(self.groups, max_batch, self.max_pages, self.device)
-        slot_rows, floats = self.row_tiles * self.row_block, dict(dtype=torch.float32, device=self.device)
-        self.partial = torch.empty(2 * self.groups, slot_rows, LATENT_DIM, **floats)
-        self.partial_lse = torch.empty(2 * self.groups, slot_rows, **floats)
-        self._unasked_lse = torch.empty(max_batch * max_q_len * num_heads, **floats)
+        if share:
+            self.partial, self.partial_lse, self._unasked_lse = share.partial, share.partial_lse, share._unasked_lse
+        else:
+            slot_rows, floats = self.row_tiles * self.row_block, dict(dtype=torch.float32, device=self.device)
+            self.partial = torch.empty(2 * self.groups, slot_rows, LATENT_DIM, **floats)
+            self.partial_lse = torch.empty(2 * self.groups, slot_rows, **floats)
+            self._unasked_lse = torch.empty(max_batch * max_q_len * num_heads, **floats)
         self._reference = ReferenceDecode(num_heads, scale, max_batch, max_kv_len, max_q_len, device)
 
     def _planned(self, page_table: Tensor) -> None:

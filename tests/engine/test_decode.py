@@ -10,6 +10,7 @@ from moelab.engine.decode import DecodeStep, Output
 from moelab.engine.engine import Engine
 from moelab.engine.graphs import SIZES, sizes_up_to
 from moelab.engine.sequence import Sampling
+from moelab.engine.speculative import Drafter
 from moelab.engine.timeline import Timeline
 from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
@@ -52,7 +53,22 @@ def test_steps_of_fixed_shape_write_the_same_text(model, ran, overlap, draft_tok
     fixed, engine, _ = texts(model, prompts, lengths, draft_tokens, overlap=overlap, batch_sizes=(1, 3, 6))
     assert fixed == plain
     assert {size for size, _ in ran} >= {0, 1, 3} and any(0 < count < size for size, count in ran)
-    assert engine.acceptance.tried == texts(model, prompts, lengths, draft_tokens)[1].acceptance.tried
+    assert engine.acceptance == texts(model, prompts, lengths, draft_tokens)[1].acceptance
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2])
+def test_the_first_pass_that_follows_unseen_is_the_one_made_afterwards(monkeypatch, draft_tokens):
+    """Text, drafts and what became of them, on a model whose drafts mostly stand; and that it does go unseen."""
+    model, prompts = load_alone(TINYSEEK, max_tokens=64), [*tinyseek_prompts()[:3], [256, 100]]
+    options = dict(draft_tokens=draft_tokens, batch_sizes=(2, 4))
+    followed, follow = [], Drafter.follow
+    monkeypatch.setattr(Drafter, "follow", lambda *a: followed.append(follow(*a)) or followed[-1])
+    unseen, engine, _ = texts(model, prompts, [20] * 4, **options)
+    assert sum(ahead is not None for ahead in followed) > 10
+    monkeypatch.setattr(Drafter, "follow", lambda *a: None)
+    seen, other, _ = texts(model, prompts, [20] * 4, **options)
+    assert unseen == seen and engine.acceptance == other.acceptance
+    assert engine.acceptance.accepted[0] > 0.7 * engine.acceptance.tried[0]
 
 
 def test_sampled_text_is_the_same_too(model):
