@@ -30,6 +30,7 @@ class Exchange(Protocol):
     """What a backend remembers of one exchange in flight; made by `dispatch_send`, handed to the other halves."""
 
     all_idle: bool | None  # known once dispatch_recv is through; reading it may wait for a device
+    idle: Tensor | bool | None  # the same, where it is known
     starts: Tensor | None  # [L] int32, first row of each expert when contiguous; known likewise
 
 
