@@ -11,6 +11,7 @@ first and replayed in turns, there and back (A B C C B A …): each one's sample
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ def samples_in_turns(backends: Sequence[Sequence[Callable[[], object]]]) -> list
         try:
             found.append(_Captured(calls, pool))
         except Exception as error:  # reported by who asked
+            traceback.clear_frames(error.__traceback__)  # which hold what it had allocated
             found.append(error)
             pool = torch.cuda.graph_pool_handle()  # torch may take the old one for still being captured into
     ready = [one for one in found if isinstance(one, _Captured)]

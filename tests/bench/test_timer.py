@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 import pytest
@@ -109,6 +110,19 @@ def test_one_that_raises_leaves_the_others_alone(monkeypatch, where):
     with pytest.raises(ValueError, match=f"at {where}"):
         graph_samples([call(5.0, where)])
     assert samples_in_turns([[call(5.0, where)]])[0].args == (f"at {where}",)
+
+
+def test_what_a_failure_had_allocated_is_free_for_the_others(monkeypatch):
+    Clock(monkeypatch)
+    held = []
+
+    def broken() -> float:
+        output = torch.empty(3)
+        held.append(weakref.ref(output))
+        raise ValueError("no more memory")
+
+    error, _ = samples_in_turns([[broken], [call(6.0)]])
+    assert isinstance(error, ValueError) and held[0]() is None
 
 
 @pytest.mark.gpu
