@@ -19,6 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -67,7 +68,7 @@ class RankError(AssertionError):
     """A case failed on a rank; the message holds its traceback."""
 
 
-class Pool:
+class Pool(ABC):
     """`size` ranks. Sub-groups of the first ep ranks serve every ep of `sizes`."""
 
     kind: str
@@ -78,9 +79,9 @@ class Pool:
     def kernels(self) -> bool:
         return moves_by_kernels(self.kind)
 
+    @abstractmethod
     def submit(self, rank: int, case, *args) -> Future:
         """Run case(Rank, *args) on one rank, after what it was given before."""
-        raise NotImplementedError
 
     def up_to(self, ranks: int) -> int:
         """The largest group of at most `ranks` ranks, else the smallest there is."""

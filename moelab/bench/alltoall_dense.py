@@ -16,6 +16,8 @@ A row is the token's values and its scales behind them, as one run of bytes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +28,7 @@ from moelab.bench.timer import BenchError
 from moelab.ops.reduce import reduce_topk
 
 
-class Packed:
+class Packed(ABC):
     """Rows in the order in which they are sent and in which they arrive; what each half of a peer moves.
 
     `rows` [n, B] uint8 to send, by expert, then token; `y` [m, H] bfloat16 to return, in the order of arrival;
@@ -53,13 +55,23 @@ class Packed:
         self.dispatch()
         self.combine()
 
+    @abstractmethod
+    def dispatch(self, slot: int = 0) -> None: ...
+
+    @abstractmethod
+    def combine(self, slot: int = 0) -> None: ...
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Spoil what dispatch and combine write."""
+
+    @abstractmethod
     def landed(self) -> Tensor:
         """The rows that have come, in order, [m, B]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def returned(self) -> Tensor:
         """The outputs that have come back, in the order of `rows`, [n, H]."""
-        raise NotImplementedError
 
     def check(self) -> None:
         same(self.landed(), self.case.images(self.arriving), "a row")
@@ -68,7 +80,7 @@ class Packed:
     def sent_bytes(self, copies: Copies) -> tuple[int, int]:
         return copies.sent_bytes("expert", "rows")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027: most have nothing to free
         pass
 
 

@@ -8,6 +8,7 @@ checked, before the timing and after it, is a pair of its own, whose outputs are
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from types import ModuleType
 
 import torch
@@ -22,7 +23,7 @@ from moelab.bench.timer import BenchError
 QUANTISED_ANEW = 2.0**-4 + ROUNDED_TWICE
 
 
-class Foreign:
+class Foreign(ABC):
     """`y` [L, dp·M, H]: outputs that are timed; any numbers, since `check` uses others."""
 
     depth = 1
@@ -33,15 +34,15 @@ class Foreign:
         self.y = torch.empty(case.padded_shape, dtype=torch.bfloat16, device=case.device).normal_()
         self.out = torch.empty(case.setting.tokens, case.setting.hidden, dtype=torch.bfloat16, device=case.device)
 
-    def dispatch(self, slot: int = 0) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def dispatch(self, slot: int = 0) -> None: ...
 
-    def combine(self, slot: int = 0) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def combine(self, slot: int = 0) -> None: ...
 
+    @abstractmethod
     def received(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """rows [L, dp·M, H], scales [L, dp·M, S] or None, counts [L]."""
-        raise NotImplementedError
 
     def pair(self) -> None:
         self.dispatch()
@@ -70,7 +71,7 @@ class Foreign:
     def sent_bytes(self, copies: Copies) -> tuple[int, int]:
         return copies.sent_bytes("expert", "rows")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027: most have nothing to free
         pass
 
 
