@@ -45,8 +45,8 @@ typedef struct {
   int64_t ids_stride[2];  // elements
   const float* weights;   // [T, K]
   int64_t weights_stride[2];
-  const float* scales;  // [T, S], rows `scales_stride` floats apart, each contiguous
-  int64_t scales_stride;
+  const float* scales;    // [T, S]
+  int64_t scales_stride[2];
   const int32_t* num_tokens;  // how many of the T tokens count; or null: all
   int32_t tokens, ids_bytes, has_work, quantize;
   // dispatch_recv

@@ -182,7 +182,7 @@ __device__ void send_tokens(const Rank<Link>& r, int n, int warp, int warps) {
       for (int i = lane; i - lane < p.image_units - p.row_units; i += 32) {
         uint4 scales{};
         if (i < p.image_units - p.row_units)
-          scales = scale_unit(p, c.scales + t * c.scales_stride, i, p.scales_per_row);
+          scales = scale_unit(p, c.scales + t * c.scales_stride[0], c.scales_stride[1], i, p.scales_per_row);
         write(p.row_units + i, scales);
       }
     }

@@ -97,7 +97,8 @@ __device__ bool send_packets(Rank<Link>& r, int n) {
     const int at_scale = kDispatchThreads - 1 - (int)threadIdx.x, scale = piece.part * part_scales + at_scale;
     const bool scaled = at_scale < part_scales && p.row_units + scale < p.image_units;
     uint4 scales{};
-    if (!kQuantize && scaled) scales = scale_unit(p, c.scales + t * c.scales_stride, scale, p.scales_per_row);
+    if (!kQuantize && scaled)
+      scales = scale_unit(p, c.scales + t * c.scales_stride[0], c.scales_stride[1], scale, p.scales_per_row);
     // The experts of the tokens before ours, each once for a token; a warp takes as many tokens as fit it, and as many
     // times that as hide the latency of one.
     const int theirs = lane * p.k_reciprocal >> 16, their_k = lane - theirs * K;
@@ -132,7 +133,7 @@ __device__ bool send_packets(Rank<Link>& r, int n) {
       if (threadIdx.x % 8 == 0) scale_of[threadIdx.x / 8] = of_block;
       __syncthreads();
       const int first = piece.part * (kDispatchThreads / 8);
-      if (scaled) scales = scale_unit(p, scale_of, at_scale, p.scales_per_row - first);
+      if (scaled) scales = scale_unit(p, scale_of, 1, at_scale, p.scales_per_row - first);
     }
 #pragma unroll 1
     for (unsigned left = r.bad ? 0 : leaders; left; left &= left - 1) {

@@ -123,8 +123,9 @@ __device__ inline uint4 quantize16(const uint4 in[2], bool power_of_two, float& 
   return result;
 }
 
-// A unit of scale words, from float32 scales of which there are `count`; what lies beyond the last is zero.
-__device__ __forceinline__ uint4 scale_unit(const Plan& p, const float* scales, int unit, int count) {
+// A unit of scale words, from float32 scales of which there are `count`, `stride` apart; what lies beyond the last is
+// zero.
+__device__ __forceinline__ uint4 scale_unit(const Plan& p, const float* scales, int64_t stride, int unit, int count) {
   const bool packed = p.shape.scales == MOELAB_SCALES_UE8M0;
   uint32_t words[4] = {};
 #pragma unroll 1
@@ -133,7 +134,7 @@ __device__ __forceinline__ uint4 scale_unit(const Plan& p, const float* scales, 
     for (int b = 0; b < 4; ++b) {
       const int s = packed ? 4 * (4 * unit + b) + i : 4 * unit + b;
       if (s >= count) continue;
-      const uint32_t bits = __float_as_uint(scales[s]);
+      const uint32_t bits = __float_as_uint(scales[s * stride]);
       words[b] |= packed ? (bits >> 23 & 255u) << 8 * i : bits;
     }
   return {words[0], words[1], words[2], words[3]};

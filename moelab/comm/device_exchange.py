@@ -120,6 +120,7 @@ class _Slot:
         call.all_idle = self.all_idle.data_ptr()
         # Views into the call, which cost less to write through than the attribute does to look up.
         self.ids_stride, self.weights_stride = call.ids_stride, call.weights_stride
+        self.scales_stride = call.scales_stride
 
 
 class DeviceExchange:
@@ -234,8 +235,8 @@ class DeviceBackend:
         scales: Tensor | None,
         num_tokens: Tensor | None,
         has_work: bool,
-    ) -> tuple[DeviceExchange, tuple]:
-        """The call's part of dispatch_send; and what must live until it is launched, since it may be copies."""
+    ) -> tuple[DeviceExchange, Tensor]:
+        """The call's part of dispatch_send; and x, which must live until it is launched, since it may be a copy."""
         s = self._slots[slot]
         call = s.call
         x = _aligned_rows(x)
@@ -246,12 +247,12 @@ class DeviceBackend:
         call.weights = topk_weights.data_ptr()
         s.weights_stride[0], s.weights_stride[1] = topk_weights.stride()
         if scales is not None:
-            scales = scales if scales.stride(1) == 1 else scales.contiguous()
-            call.scales, call.scales_stride = scales.data_ptr(), scales.stride(0)
+            call.scales = scales.data_ptr()
+            s.scales_stride[0], s.scales_stride[1] = scales.stride()
         call.num_tokens = None if num_tokens is None else num_tokens.data_ptr()
         call.tokens, call.has_work = x.shape[0], has_work
         s.number = number
-        return DeviceExchange(number, s), (x, scales)
+        return DeviceExchange(number, s), x
 
     def _into(self, out: Tensor, exchange: DeviceExchange, halves: int) -> Tensor:
         straight = _plain(out)  # rows beyond num_tokens are left alone, so a copy starts from what is there

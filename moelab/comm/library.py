@@ -94,7 +94,7 @@ class Call(ctypes.Structure):
         ("weights", c_void_p),
         ("weights_stride", c_int64 * 2),
         ("scales", c_void_p),
-        ("scales_stride", c_int64),
+        ("scales_stride", c_int64 * 2),
         ("num_tokens", c_void_p),
         ("tokens", c_int32),
         ("ids_bytes", c_int32),

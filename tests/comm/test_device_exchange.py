@@ -77,12 +77,20 @@ def test_every_half_is_one_launch_with_what_it_was_given():
     send, recv, fused, csend, crecv, cfused = (call for *_, call in notes.calls)
     assert (send.x, send.x_stride, send.tokens, send.has_work, send.quantize) == (x.data_ptr(), H, 3, 0, 0)
     assert (send.ids_bytes, list(send.ids_stride), list(send.weights_stride)) == (4, [K, 1], [K, 1])
-    assert (send.scales, send.scales_stride, send.num_tokens) == (scales.data_ptr(), 2, n.data_ptr())
+    assert (send.scales, list(send.scales_stride), send.num_tokens) == (scales.data_ptr(), [2, 1], n.data_ptr())
     assert (recv.rows, recv.row_scales, recv.counts) == tuple(t.data_ptr() for t in (rows, row_scales, counts))
     assert (fused.slot, fused.tokens, fused.has_work, fused.num_tokens, fused.ids_bytes) == (1, 1, 1, None, 8)
     assert fused.rows != recv.rows and fused.starts is None
     assert (csend.slot, csend.y, crecv.out, crecv.out_dtype) == (0, y.data_ptr(), out.data_ptr(), Dtype.F16)
     assert (cfused.slot, cfused.out_dtype) == (1, Dtype.F32)
+
+
+def scales_read(call: Call) -> list[list[float]]:
+    """float32 [3, 2], as the kernels find them."""
+    row, column = call.scales_stride
+    return [
+        [values(call.scales + 4 * (t * row + i * column), 1, ctypes.c_float)[0] for i in range(2)] for t in range(3)
+    ]
 
 
 def test_arguments_that_kernels_cannot_read_are_copied():
@@ -100,7 +108,7 @@ def test_arguments_that_kernels_cannot_read_are_copied():
 
     def kernel(call: Call) -> None:  # what it would read, while it runs
         rows = [values(call.x + t * call.x_stride, H, ctypes.c_uint8) for t in range(3)]
-        seen.append((sum(rows, []), [values(call.scales + 4 * t * call.scales_stride, 2) for t in range(3)]))
+        seen.append((sum(rows, []), scales_read(call)))
 
     for name, given in variants.items():
         notes.on_launch = kernel
@@ -108,7 +116,8 @@ def test_arguments_that_kernels_cannot_read_are_copied():
         h, *_ = a2a.dispatch(given.view(torch.float8_e4m3fn), ids.T.contiguous().T, weights, given_scales)
         rows, read_scales = seen.pop()
         assert rows == want, name
-        assert read_scales == [values(scales[t].data_ptr(), 2) for t in range(3)]
+        assert read_scales == scales.tolist()
+        assert notes.calls[-1][2].scales == given_scales.data_ptr()  # at any strides
         call = notes.calls[-1][2]
         assert call.x % 16 == call.x_stride % 16 == 0 and list(call.ids_stride) == [1, 3]
         assert (call.x == given.data_ptr()) == (name == "taken as it is")
