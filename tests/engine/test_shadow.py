@@ -163,5 +163,6 @@ def test_four_layers_of_deepseek_v3(parallel, fabric):
     assert found["dispatch"].calls == 4
     for thing in found.values():
         for asked, held in thing.held_us.items():
-            assert (held >= asked).all() and held.max() <= 1.03 * asked
+            # Short waits are as exact as the clock, which ticks every µs on some GPUs.
+            assert (held >= asked).all() and held.max() <= max(1.03 * asked, asked + 1.1)
     model.close()
