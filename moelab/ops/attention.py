@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+MOST_SCORES = 1 << 27  # held at once, in float32: half a GB, and as much again for what is made of them
+
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
@@ -17,9 +19,15 @@ def attend(
     """q [Q, heads, D]; k [L, heads or 1, D]; v [L, heads or 1, V] -> (out [Q, heads, V], lse float32 [Q, heads]).
 
     With `causal` the queries are the last Q of the L positions: query i sees keys 0 … L − Q + i. Computed in float32;
-    out has q's dtype. L = 0 gives zeros and lse −inf.
+    out has q's dtype. L = 0 gives zeros and lse −inf. Many queries are taken in turns, each of MOST_SCORES at most.
     """
     num_q, num_kv = q.shape[0], k.shape[0]
+    if num_q > 1 and num_q * q.shape[1] * num_kv > MOST_SCORES:
+        first = num_q // 2
+        seen = num_kv - (num_q - first) if causal else num_kv  # the last query of the first half sees no more
+        halves = (attend(q[:first], k[:seen], v[:seen], scale, causal), attend(q[first:], k, v, scale, causal))
+        out, lse = (torch.cat(parts) for parts in zip(*halves, strict=True))
+        return out, lse
     if num_kv == 0:
         return q.new_zeros(num_q, q.shape[1], v.shape[-1]), torch.full(q.shape[:2], float("-inf"), device=q.device)
     scores = torch.einsum("qhd,lhd->qhl", q.float(), k.float().expand(-1, q.shape[1], -1)) * scale

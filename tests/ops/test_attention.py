@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from moelab.ops import attention
 from moelab.ops.attention import attend, merge
 
 
@@ -70,3 +72,13 @@ def test_one_shared_key_head_serves_all_query_heads():
     k, v = k[:, :1], v[:, :1]
     expected = attend(q, k.expand(-1, 4, -1).clone(), v.expand(-1, 4, -1).clone(), 0.2, causal=True)
     assert torch.equal(attend(q, k, v, 0.2, causal=True)[0], expected[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_taken_in_turns_see_what_they_saw_together(monkeypatch, causal):
+    q, k, v = torch.randn(37, 3, 20), torch.randn(50, 3, 20), torch.randn(50, 3, 12)
+    out, lse = attend(q, k, v, 0.2, causal)
+    monkeypatch.setattr(attention, "MOST_SCORES", 3 * 50 * 4)
+    turns, turns_lse = attend(q, k, v, 0.2, causal)
+    torch.testing.assert_close(turns, out, rtol=0, atol=1e-6)
+    torch.testing.assert_close(turns_lse, lse, rtol=0, atol=1e-5)
