@@ -1,7 +1,9 @@
 """`moelab bench decode`: a decode step, what it is made of, and what it takes in memory.
 
     metric                    unit   params beside the setting's
-    step, draft               us                            the engine's step; a pass of the MTP layer
+    step                      us                            the main model's step, head included
+    draft                     us     of: first, next        a pass of the MTP layer, head included
+    engine_step, host         us                            the engine's whole step; less its step and drafts
     layer                     us     of: moe, dense         one layer, from a graph of all of its kind
     stage                     us     of, stage, category    one layer's stage, from a graph of it alone in all layers;
                                                             of "step": what a step has beside layers
@@ -74,9 +76,10 @@ class Found:
         return parts
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("step", "draft", "stages", "step_over_stages", "tok_s_request", "tok_s_gpu", "rows", "active")
+        names = ("step", "host", "stages", "step_over_stages", "tok_s_request", "tok_s_gpu", "rows", "active")
         return {
             "batch": self.batch, **{name: self.p50(name) for name in names},
+            "draft_us": {of: self.p50("draft", of=of) for of in ("first", "next")},
             "layer_us": {of: self.p50("layer", of=of) for of in ("moe", "dense")},
             "stage_us": {of: self.stages(of) for of in ("moe", "dense", "step")},
             "memory_bytes": self.memory(), "records": [record.to_dict() for record in self.records],
@@ -158,10 +161,12 @@ def collect(events: Events, setting: Setting, said: dict[str, Any], provenance: 
 
 def _derived(setting: Setting, batch: int, numbers: Numbers) -> Numbers:
     """Sums of stages, what is left between them, and tokens a second."""
-    step, draft = numbers.get(("step", ())), numbers.get(("draft", ()))
+    step = numbers.get(("step", ()))
     if step is None:
         return {}
-    drafts_us = 0.0 if draft is None else setting.draft_tokens * draft.middle
+    drafts = [numbers.get(("draft", (("of", of),))) for of in ("first", "next")]
+    times = (1, setting.draft_tokens - 1)
+    drafts_us = sum(n * draft.middle for n, draft in zip(times, drafts, strict=True) if draft is not None)
     tokens = [1e6 * setting.tokens_per_step / (us + drafts_us) for us in step.us]
     with_acceptance = (("acceptance", setting.acceptance),)
     found: Numbers = {
@@ -170,6 +175,10 @@ def _derived(setting: Setting, batch: int, numbers: Numbers) -> Numbers:
             [batch / setting.tp * x for x in tokens], "tok/s", step.clock, step.warmup
         ),
     }
+    whole = numbers.get(("engine_step", ()))
+    if whole is not None:
+        host = [max(0.0, us - step.middle - drafts_us) for us in whole.us]
+        found["host", ()] = _Taken(host, "us", "wall", whole.warmup)
     config = setting.config
     count = {"moe": config.num_moe_layers, "dense": config.num_hidden_layers - config.num_moe_layers, "step": 1}
     stages = [(dict(own), taken) for (metric, own), taken in numbers.items() if metric == "stage"]

@@ -90,7 +90,9 @@ def _steps(found: Sequence[Found]) -> Table:
     table = _table(found, "step")
     rows: dict[str, Callable[[Found], float | None]] = {
         "step [us]": lambda one: one.p50("step"),
-        "draft pass [us]": lambda one: one.p50("draft"),
+        "first draft pass [us]": lambda one: one.p50("draft", of="first"),
+        "a later one [us]": lambda one: one.p50("draft", of="next"),
+        "host, between steps [us]": lambda one: one.p50("host"),
         "sum of its stages [us]": lambda one: one.p50("stages"),
         "MoE layer [us]": lambda one: one.p50("layer", of="moe"),
         "dense layer [us]": lambda one: one.p50("layer", of="dense"),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moelab.bench.decode_setting import Setting
+from moelab.bench.decode_timer import Ranks
 from moelab.comm import build
 from moelab.comm.device_exchange import make_shape
 from moelab.comm.library import load
@@ -42,6 +43,8 @@ def foreseen(setting: Setting, batch: int) -> Need:
     config, parallel, arithmetic = setting.config, setting.parallel, BlockFp8()
     tokens, pages, most = batch * setting.q_len, batch * pages_for(setting.kv_len), setting.max_tokens(batch)
     attention = memory.attention_bytes(config, parallel, arithmetic, tokens) + _plan_bytes(setting)
+    if setting.device == "cuda":
+        attention += memory.pool_bytes(config, parallel, arithmetic, most)
     return memory.need(
         config, parallel, arithmetic, most, pages * PAGE_SIZE, setting.overlap, kv_dtype=setting.kv_dtype,
         window_bytes=sum(beside_rows(setting, most)), attention=attention,
@@ -85,6 +88,16 @@ def beside_rows(setting: Setting, max_tokens: int) -> tuple[int, int]:
     alone = setting.processes == 1
     _, window, state = make_shape(spec, load(), "rows" if alone else "bf16", all_mapped=True)  # as `default_group` does
     return (0, window + state) if alone else (window, state)
+
+
+def room_for_parts(need: Need, ranks: Ranks) -> bool:
+    """Whether all ranks have memory to keep the states that stages alone start from, and to run them: two layers' of
+    activations. Collective."""
+    if ranks.device.type != "cuda":
+        return True
+    gc.collect()
+    torch.cuda.empty_cache()
+    return ranks.most(2 * need.activations - torch.cuda.mem_get_info(ranks.device)[0]) <= 0
 
 
 def totals(need: Need) -> dict[str, int]:

@@ -8,7 +8,8 @@ that a step costs depends on what its tokens were.
                    calls by the host
     layers         all MoE layers, or all dense ones, without the rest of the step
     stage          decode_stages.py, by graphs; eagerly, from a timeline of whole steps
-    draft          a pass of the MTP layer over all rows of the step, with its head, as the engine makes it
+    draft          a pass of the MTP layer with its head, as the engine makes it: the first, and those after it
+    engine_step    the engine's whole step, drafts and host included (decode_engine.py)
     rows, active   what a layer brings to this rank's experts, and how many of them get any; one sample a layer
 """
 
@@ -25,6 +26,7 @@ import torch
 
 from moelab.bench import decode_memory
 from moelab.bench import decode_stages as stages
+from moelab.bench.decode_engine import WARMUP, engine_steps
 from moelab.bench.decode_setting import Setting
 from moelab.bench.decode_timer import Ranks, as_graph, split_calls, time_calls
 from moelab.bench.timer import BenchError, Samples
@@ -60,7 +62,7 @@ def measure(context, job: dict[str, Any]) -> None:
     batches = decode_memory.fitting(setting, available_bytes(context.device, sharing))
     if not setting.batches:
         batches = (round(-ranks.most(-batches[0])),)  # what fits on all ranks
-    counted = decode_memory.totals(decode_memory.foreseen(setting, max(batches)))
+    need = decode_memory.foreseen(setting, max(batches))
     most = setting.max_tokens(max(batches))
     measured = decode_memory.Measured(device)
     model = _load(setting, most, context)
@@ -84,10 +86,10 @@ def measure(context, job: dict[str, Any]) -> None:
         run.time_step()
         if batch == max(batches):
             measured.ran(engine.cache.rows)
-            for source, found in (("foreseen", counted), ("measured", measured.bytes)):
+            for source, found in (("foreseen", decode_memory.totals(need)), ("measured", measured.bytes)):
                 for part, size in found.items():
                     run.emit("memory", {"part": part, "from": source}, "B", "none", Samples([size], 0))
-        if setting.batches:
+        if setting.batches and decode_memory.room_for_parts(need, ranks):
             run.time_parts(lambda done, total, batch=batch: context.emit({"progress": [f"batch {batch}", done, total]}))
         del run
         gc.collect()
@@ -97,7 +99,9 @@ def measure(context, job: dict[str, Any]) -> None:
 def fill(caches: LayerCaches, seed: int) -> None:
     """Random numbers of deviation about one in all rows of all layers."""
     if isinstance(caches, torch.Tensor):
-        caches.normal_(generator=torch.Generator(caches.device).manual_seed(seed))
+        source = torch.Generator(caches.device).manual_seed(seed)
+        for layer in caches:
+            layer.normal_(generator=source)
         return
     for number, cache in enumerate(caches):
         _fill_fp8(cache, torch.Generator(cache.rope.device).manual_seed(seed + number))
@@ -154,12 +158,17 @@ class _Run:
         pieces = requests(self.model.config.vocab_size, batch, setting)
         self.step = engine.graphs.step(batch)
         self.step.fill(pieces)
-        self.draft = None
-        if engine.drafter is not None:
-            graphs = engine.drafter.graphs[setting.q_len]
+        self.pieces = pieces
+        self.drafts = dict(self._drafts(batch))
+
+    def _drafts(self, batch: int):
+        """The first pass, over as many tokens of a request as the step; and the ones after it, over one."""
+        for of, q_len in (("first", self.setting.q_len), ("next", 1))[: self.setting.draft_tokens]:
+            graphs = self.engine.drafter.graphs[q_len]
             graphs.inputs.hidden.normal_()
-            self.draft = graphs.step(batch)
-            self.draft.fill(pieces)
+            step = graphs.step(batch)
+            step.fill([piece._replace(tokens=piece.tokens[:q_len]) for piece in self.pieces])
+            yield of, step
 
     def time_step(self) -> None:
         if self.setting.shadow:
@@ -167,8 +176,13 @@ class _Run:
         self.emit("step", {}, "us", self.clock, time_calls(self.step.run, self.ranks))
         if self.setting.shadow:
             self._emit_stood_in()
-        if self.draft is not None:
-            self.emit("draft", {}, "us", self.clock, time_calls(self.draft.run, self.ranks))
+        for of, step in self.drafts.items():
+            self.emit("draft", {"of": of}, "us", self.clock, time_calls(step.run, self.ranks))
+        if self.setting.graph:
+            wall = engine_steps(self.engine, self.pieces, self.setting.kv_len)
+            if wall:
+                self.emit("engine_step", {}, "us", "wall", Samples(wall, WARMUP))
+            self.step.fill(self.pieces)
 
     def time_parts(self, progress: Callable[[int, int], None]) -> None:
         state = self._begin()

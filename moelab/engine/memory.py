@@ -158,6 +158,14 @@ def _weight_bytes(config: ModelConfig, parallel: ParallelConfig, in_fp8: bool, i
     return total
 
 
+def pool_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, max_tokens: int) -> int:
+    """What a pool of blocks, as torch keeps for a GPU, reserves beyond the `activations` that live in it. It gives out
+    the smallest free block that is large enough and cuts it: a new gate_up is cut out of where an output was, the next
+    output then finds no place, and of either one more is reserved. Smaller batches of the pool find room in that."""
+    gate_up, _, output = _expert_row(config, arithmetic)
+    return config.n_routed_experts // parallel.ep * parallel.dp * max_tokens * (gate_up + output)
+
+
 def attention_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, tokens: int) -> int:
     """Activations of one layer outside the experts, for `tokens` of the DP group: q and its two parts after absorption
     and before o_proj, and eight times the residual stream, what norms, projections and the shared expert make of it."""

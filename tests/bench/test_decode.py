@@ -75,8 +75,8 @@ def test_every_schedule_on_tinyseek(command, overlap, draft_tokens):
     assert one["step_over_stages"] == pytest.approx(one["step"] / one["stages"], rel=1e-6)
 
     # Tokens a second follow from the step, the drafts and their acceptance.
-    step_us = one["step"] + (one["draft"] if draft_tokens else 0)
-    assert (one["draft"] is None) == (draft_tokens == 0)
+    step_us = one["step"] + (one["draft_us"]["first"] if draft_tokens else 0)
+    assert (one["draft_us"]["first"] is None) == (draft_tokens == 0) and one["draft_us"]["next"] is None
     assert one["tok_s_request"] == pytest.approx((1.6 if draft_tokens else 1) * 1e6 / step_us, rel=1e-6)
     assert one["tok_s_gpu"] == pytest.approx(3 * one["tok_s_request"])
     assert one["rows"] == 3 * (1 + draft_tokens) * 4  # four experts of a token, all of them here
@@ -233,7 +233,8 @@ def test_what_ranks_report_becomes_records():
     """By hand: two ranks, of which the slower counts; two and three layers; a step beside its stages."""
     setting = replace(SHADOW, shadow=False, dp=2, batches=(16,), layers=5)
     fast = [
-        event("step", [900.0, 1000.0]), event("draft", [100.0, 120.0]), event("layer", [200.0], of="moe"),
+        event("step", [900.0, 1000.0]), event("draft", [100.0, 120.0], of="first"),
+        event("engine_step", [1500.0, 1600.0, 900.0], clock="wall"), event("layer", [200.0], of="moe"),
         event("stage", [100.0, 130.0], of="moe", stage="mla", category="MLA"),
         event("stage", [50.0, 40.0], of="moe", stage="gate_up", category="GroupGEMM"),
         event("stage", [30.0, 30.0], of="moe", stage="down", category="GroupGEMM"),
@@ -255,6 +256,7 @@ def test_what_ranks_report_becomes_records():
     middle = sum(sums) / 2
     assert one.get("step_over_stages").min == pytest.approx(910 / middle)
     assert one.get("tok_s_request").min == pytest.approx(1.6e6 / (1010 + 120), rel=1e-6)
+    assert one.get("host").p50 == pytest.approx(1510 - 960 - 120) and one.get("host").min == 0
     assert one.get("tok_s_gpu", acceptance=0.6).p50 == pytest.approx(16 * one.p50("tok_s_request"))
     assert one.memory() == {"weights": {"measured": 17}}
     assert {(r.backend, r.kind, r.params["max_tokens"]) for r in one.records} == {("nvshmem", "measured", 64)}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab.bench import decode_rank, decode_stages, decode_timer
+from moelab.bench import decode_engine, decode_rank, decode_stages, decode_timer
 from moelab.bench.decode_setting import PACKAGED
 from moelab.bench.decode_stages import EXCHANGE, parts, watch
 from moelab.bench.decode_timer import Ranks, split_calls, time_calls
@@ -125,6 +125,38 @@ def test_requests_and_the_cache_are_filled(model):
     assert step.run().logits.isfinite().all()
 
 
+def test_the_engine_steps_on_its_own(model, monkeypatch):
+    engine, step, _ = begun(model, "none")
+    pieces = decode_rank.requests(model.config.vocab_size, BATCH, SETTING)
+    monkeypatch.setattr(decode_engine, "WARMUP", 2)
+    seen, run = [], engine.step
+
+    def watched():
+        seen.append([(len(s.tokens), s.num_cached, list(s.pages)) for s in engine.running])
+        return run()
+
+    monkeypatch.setattr(engine, "step", watched)
+    taken = decode_engine.engine_steps(engine, pieces, SETTING.kv_len, steps=5)
+    assert len(seen) == 7 and 0 < len(taken) <= 5 and min(taken) > 0 and engine.running == []
+    assert [pages for _, _, pages in seen[0]] == [piece.sequence.pages for piece in pieces]
+    lengths = [length for requests in seen for length, _, _ in requests]
+    assert min(lengths) == 70 - 8 * 2 and max(lengths) + engine.q_len <= 70  # rows behind the last fit on the pages
+    assert all(cached == length - 1 for requests in seen for length, cached, _ in requests)
+    assert decode_engine.engine_steps(engine, pieces, 17, steps=6) == []
+
+
+def test_two_drafts_have_passes_of_two_shapes(model):
+    engine = Engine(model, BATCH * 128, "none", 2, batch_sizes=[BATCH], capture=False)
+    setting = replace(SETTING, draft_tokens=2)
+    got = []
+    run = decode_rank._Run(setting, engine, BATCH, ALONE, lambda *taken: got.append(taken))
+    run.time_step()
+    assert [(metric, params) for metric, params, *_ in got] == [
+        ("step", {}), ("draft", {"of": "first"}), ("draft", {"of": "next"}),
+    ]  # fmt: skip
+    assert run.drafts["first"].q_len == 3 and run.drafts["next"].q_len == 1
+
+
 def test_an_fp8_cache_is_filled(model):
     engine = Engine(model, 256, batch_sizes=[1], capture=False, cache_dtype=torch.float8_e4m3fn)
     decode_rank.fill(engine.cache.rows, 3)
@@ -172,7 +204,7 @@ def test_on_a_gpu_by_graphs(overlap, tmp_path, monkeypatch):
             named = {stage for kind in one.stages(of).values() for stage in kind}
             assert named == halves_together(stages) - {"tp_reduce"}
         assert set(one.stages("step")) == {"GEMM", "norm", "other"}
-        assert one.p50("step_over_stages") > 0.3 and one.p50("draft") > 0
+        assert one.p50("step_over_stages") > 0.3 and one.p50("draft", of="first") > 0
     memory = found[-1].memory()
     assert set(memory) == {"weights", "exchange", "KV cache", "activations", "total"}
     for part in ("weights", "KV cache"):

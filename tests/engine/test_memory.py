@@ -20,6 +20,7 @@ from moelab.engine.memory import (
     available_bytes,
     largest_batch,
     need,
+    pool_bytes,
 )
 from moelab.engine.sequence import Sampling
 from moelab.launch import generate_rank
@@ -127,6 +128,56 @@ def test_the_arithmetic_by_hand_in_fp8():
     assert counted.total == sum(counted.parts.values()) and counted.kv_cache == 79 * 64 * 62 * 576 * 2
     eight = need(model, ranks, BlockFp8(), 256, 5000, kv_dtype="fp8")
     assert eight.kv_cache * 1152 == counted.kv_cache * 656
+
+
+class Blocks:
+    """A pool that gives out the smallest free block that is large enough, cut where more than 1 MiB is left over, and
+    joins what comes back with free neighbours; torch's way with blocks of megabytes."""
+
+    def __init__(self) -> None:
+        self.free, self.segments, self.reserved = [], 0, 0  # (size, segment, start)
+
+    def take(self, size: int) -> tuple[int, int, int]:
+        fitting = [block for block in self.free if block[0] >= size]
+        if fitting:
+            self.free.remove(whole := min(fitting))
+        else:
+            whole = (-(-size // (2 << 20)) * (2 << 20), self.segments, 0)
+            self.segments, self.reserved = self.segments + 1, self.reserved + whole[0]
+        room, segment, start = whole
+        if room - size > 1 << 20:
+            self.free.append((room - size, segment, start + size))
+            room = size
+        return room, segment, start
+
+    def give(self, block: tuple[int, int, int]) -> None:
+        size, segment, start = block
+        for other in [free for free in self.free if free[1] == segment]:
+            if other[2] + other[0] == start or start + size == other[2]:
+                self.free.remove(other)
+                size, start = size + other[0], min(start, other[2])
+        self.free.append((size, segment, start))
+
+
+@pytest.mark.parametrize("overlap", ["none", "microbatch"])
+@pytest.mark.parametrize(("ranks", "max_tokens"), [(8, 224), (8, 16), (128, 256)])
+def test_what_a_pool_of_blocks_reserves(overlap, ranks, max_tokens):
+    """Layers of one step: each value is made before the one that it takes the place of is given back."""
+    config, parallel, fp8 = preset("deepseek-v3"), ParallelConfig(ranks), BlockFp8()
+    rows = 256 // ranks * ranks * max_tokens
+    pool, held = Blocks(), {}
+    for _ in range(20):
+        for micro in range(2 if overlap == "microbatch" else 1):
+            for name, size in (("gate_up", 8192), ("act", 2048 + 64), ("out", 14336)):
+                new = pool.take(rows * size)
+                if (micro, name) in held:
+                    pool.give(held[micro, name])
+                held[micro, name] = new
+    counted = need(config, parallel, fp8, max_tokens, 64, overlap).activations
+    counted += pool_bytes(config, parallel, fp8, max_tokens)
+    assert 0.95 * pool.reserved <= counted <= 1.3 * pool.reserved
+    if max_tokens > 100:
+        assert counted == pytest.approx(pool.reserved, rel=0.02)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
