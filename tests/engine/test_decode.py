@@ -8,7 +8,7 @@ import torch
 from moelab.config import ConfigError, ParallelConfig
 from moelab.engine.decode import DecodeStep, Output
 from moelab.engine.engine import Engine
-from moelab.engine.graphs import SIZES, sizes_up_to
+from moelab.engine.graphs import SIZES, DecodeGraphs, sizes_up_to
 from moelab.engine.sequence import Sampling
 from moelab.engine.speculative import Drafter
 from moelab.engine.timeline import Timeline
@@ -229,4 +229,41 @@ def test_a_graph_is_its_eager_step_bit_for_bit(monkeypatch, overlap, cache_dtype
     for replayed, eager in zip(found[True][1], found[False][1], strict=True):
         assert torch.equal(replayed, eager)
     assert engine.acceptance.accepted[0] > 0.7 * engine.acceptance.tried[0]
+    model.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [False, True])
+def test_nothing_within_a_step_waits_for_the_device(monkeypatch, capture):
+    """From laying out to the MTP pass, torch raises for whatever would wait; what the step came to is read after."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    from moelab.comm import VirtualRanks
+    from moelab.comm.library import load
+
+    def strict(method):
+        def run(*args, **options):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return method(*args, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    group = VirtualRanks(1, load()).rank(0)
+    model = load_alone(TINYSEEK, max_tokens=64, arithmetic=BlockFp8(), device="cuda", group=group)
+    engine = Engine(model, cache_tokens=2048, draft_tokens=1, batch_sizes=(1, 4), capture=capture)
+    for i, prompt in enumerate(tinyseek_prompts()[:3]):
+        engine.add(i, prompt, Sampling(20))
+    while not all(sequence.num_output for sequence in engine.running) or engine.waiting:
+        engine.step()
+    monkeypatch.setattr(DecodeGraphs, "run", strict(DecodeGraphs.run))
+    followed = []
+    monkeypatch.setattr(Drafter, "follow", lambda *a, f=strict(Drafter.follow): followed.append(f(*a)) or followed[-1])
+    for _ in range(4):
+        engine.step()
+    assert len(followed) == 4 and all(followed)
+    with pytest.raises(RuntimeError):
+        strict(torch.Tensor.item)(torch.ones(1, device="cuda"))
     model.close()
