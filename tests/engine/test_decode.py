@@ -259,8 +259,8 @@ def test_nothing_within_a_step_waits_for_the_device(monkeypatch, capture):
     while not all(sequence.num_output for sequence in engine.running) or engine.waiting:
         engine.step()
     monkeypatch.setattr(DecodeGraphs, "run", strict(DecodeGraphs.run))
-    followed = []
-    monkeypatch.setattr(Drafter, "follow", lambda *a, f=strict(Drafter.follow): followed.append(f(*a)) or followed[-1])
+    followed, follow = [], strict(Drafter.follow)
+    monkeypatch.setattr(Drafter, "follow", lambda *a: followed.append(follow(*a)) or followed[-1])
     for _ in range(4):
         engine.step()
     assert len(followed) == 4 and all(followed)
