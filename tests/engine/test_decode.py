@@ -147,15 +147,19 @@ def text_of_rank(rank, folder: str, dp: int, tp: int, options: dict, prompts):
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "options"),
-    [(4, 1, dict(overlap="microbatch", draft_tokens=2)), (4, 1, dict()), (2, 2, dict(overlap="dispatch"))],
+    ("kind", "dp", "tp", "options"),
+    [
+        ("gloo", 4, 1, dict(overlap="microbatch", draft_tokens=2)),
+        ("gloo", 2, 2, dict(overlap="dispatch")),
+        ("emulated", 4, 1, dict(overlap="microbatch", draft_tokens=1)),
+    ],
 )
-def test_every_group_has_its_own_size_and_all_stop_together(gloo_pool, model, folder, dp, tp, options):
+def test_every_group_has_its_own_size_and_all_stop_together(pools, model, folder, kind, dp, tp, options):
     """Groups of 0, 1, 3 and 2 requests at once, prompts beside decode: sizes and ways to run differ between ranks, the
-    exchanges do not."""
+    exchanges do not. Over processes, and over the kernels' source, which tells on the device that all are idle."""
     prompts = [random_prompts(*lengths) for lengths in ((), (40,), (3, 17, 1), (5, 9))][-dp:]
     options = dict(options, batch_sizes=(1, 2, 4))
-    results = gloo_pool.run(text_of_rank, str(folder), dp, tp, options, prompts, ranks=dp * tp)
+    results = pools(kind).run(text_of_rank, str(folder), dp, tp, options, prompts, ranks=dp * tp)
     assert len({steps for _, steps in results}) == 1
     for rank, (found, _) in enumerate(results):
         mine = prompts[rank // tp]
