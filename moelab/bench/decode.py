@@ -26,6 +26,7 @@ of kind "stand-in": its setting names what stood in for the others, `routing` an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -87,15 +88,23 @@ class Found:
 
 
 def run(
-    setting: Setting, take: Callable[[int, dict[str, Any]], object], see: Callable[[dict[str, Any]], object]
+    setting: Setting,
+    take: Callable[[int, dict[str, Any]], object],
+    see: Callable[[dict[str, Any]], object],
+    finish: Callable[[int], object] = lambda batch: None,
 ) -> None:
-    """Measure. `take` gets (rank, event) of every number as it comes, `see` what else rank 0 says. Starts ranks of its
-    own where there are several. Raises what a rank raises, LaunchError of ranks that were started."""
-    job = {"setting": asdict(setting)}
+    """Measure. `take` gets (rank, event) of every number as it comes, `finish` a batch of which all have come, `see`
+    what else rank 0 says. Starts ranks of its own where there are several. Raises what a rank raises, LaunchError of
+    ranks that were started."""
+    job, finished = {"setting": asdict(setting)}, Counter()
 
     def sort(rank: int, event: dict[str, Any]) -> None:
         if "metric" in event:
             take(rank, event)
+        elif "finished" in event:
+            finished[event["finished"]] += 1
+            if finished[event["finished"]] == setting.processes:
+                finish(event["finished"])
         elif rank == 0:
             see(event)
 

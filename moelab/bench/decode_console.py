@@ -46,20 +46,30 @@ def decode_bench(
         else:
             seen.update(event)
 
-    events: list[tuple[int, dict[str, Any]]] = []
+    events: dict[int, list[tuple[int, dict[str, Any]]]] = {}  # by batch, those that are not yet records
+    found: list[Found] = []
+    store = Store(records)
+
+    def take(rank: int, event: dict[str, Any]) -> None:
+        events.setdefault(event["batch"], []).append((rank, event))
+
+    def keep(batch: int) -> None:
+        for one in decode.collect(events.pop(batch), setting, seen, here):
+            found.append(one)
+            for record in one.records:
+                store.append(record)
+
     try:
-        decode.run(setting, lambda rank, event: events.append((rank, event)), see)
+        decode.run(setting, take, see, keep)
     except LaunchError as error:
         if error.report:
             print(error.report, file=sys.stderr, flush=True)
         raise
     finally:
         bars.close()
-        found = decode.collect(events, setting, seen, here)  # also of a run that has ended early
-        store = Store(records)
-        for one in found:
-            for record in one.records:
-                store.append(record)
+        for batch in list(events):  # of a run that has ended early
+            keep(batch)
+    found.sort(key=lambda one: one.batch)
     if as_json:
         as_dict = {"setting": dataclasses.asdict(setting), "backend": seen["backend"]}
         print(json.dumps(as_dict | {"batches": [one.to_dict() for one in found]}, indent=2))

@@ -53,9 +53,11 @@ Emit = Callable[..., None]
 
 @torch.no_grad()
 def measure(context, job: dict[str, Any]) -> None:
-    """For `moelab.launch`, and for one rank in this process. Emits {progress: [what, done, total]}, {backend,
-    max_tokens}, and for every number {batch, metric, params, unit, clock, samples, warmup}. Collective. Raises
-    OutOfMemory before it allocates."""
+    """For `moelab.launch`, and for one rank in this process. Collective.
+
+    Emits {progress: [what, done, total]}, {backend, max_tokens}, for every number {batch, metric, params, unit, clock,
+    samples, warmup}, and {finished: batch}. Raises OutOfMemory before it allocates, BenchError for an exchange that
+    cannot be captured."""
     setting, device = Setting(**job["setting"]), torch.device(context.device)
     ranks = Ranks(device, context.world_size)
     sharing = 1 if device.type == "cuda" else context.world_size
@@ -91,6 +93,7 @@ def measure(context, job: dict[str, Any]) -> None:
                     run.emit("memory", {"part": part, "from": source}, "B", "none", Samples([size], 0))
         if setting.batches and decode_memory.room_for_parts(need, ranks):
             run.time_parts(lambda done, total, batch=batch: context.emit({"progress": [f"batch {batch}", done, total]}))
+        context.emit({"finished": batch})
         del run
         gc.collect()
     model.close()
@@ -209,12 +212,12 @@ class _Run:
         dense, moe, overlap = self.model.dense_layers, self.model.moe_layers, self.setting.overlap
 
         def run_dense() -> None:
-            state = replace(seen.entered["dense"])
+            state = seen.enter("dense")
             for layer in dense:
                 run_layer(layer, state)
 
         yield "dense", run_dense, len(dense)
-        yield "moe", lambda: run_moe_layers(moe, replace(seen.entered["moe"]), overlap), len(moe)
+        yield "moe", lambda: run_moe_layers(moe, seen.enter("moe"), overlap), len(moe)
 
     def _alone(self, seen: stages.Seen, state) -> list[stages.Part]:
         """The parts of the layers, and what a step has beside them; `state` is the one after the last layer."""

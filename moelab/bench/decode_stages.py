@@ -53,12 +53,17 @@ class Part:
 @dataclass
 class Seen:
     """What a walk through the layers left. `states`, by (kind of layer, micro-batch, stage), are as the stage found
-    them in the last layer of the kind; `entered`, by kind, as the first layer found it; `own` by (MoE layer,
+    them in the last layer of the kind; `entered`, by kind, as the first layer did; `own` by (MoE layer,
     micro-batch)."""
 
     states: dict[tuple[str, int, str], State] = field(default_factory=dict)
     entered: dict[str, State] = field(default_factory=dict)
     own: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+
+    def enter(self, kind: str) -> State:
+        """A state for the first layer of the kind, whose stream may be changed."""
+        state = self.entered[kind]
+        return replace(state, residual=state.residual.clone())
 
     def counts(self, layers: int) -> list[list[Tensor]]:
         """Of each MoE layer, rows of every expert [E/ep], by micro-batch."""
@@ -89,10 +94,10 @@ def watch(model: DeepSeek, state: State, overlap: str) -> Seen:
     """Take `state` through all layers and keep what `parts` needs. Collective."""
     seen = Seen()
     dense, moe = model.dense_layers, model.moe_layers
-    seen.entered["dense"] = replace(state)
+    seen.entered["dense"] = replace(state, residual=state.residual.clone())  # which the layers change in place
     for number, layer in enumerate(dense):
         run_layer(_Watched(layer, number, "dense", seen, number == len(dense) - 1), state)
-    seen.entered["moe"] = replace(state)
+    seen.entered["moe"] = replace(state, residual=state.residual.clone())
     watched = [_Watched(layer, number, "moe", seen, number == len(moe) - 1) for number, layer in enumerate(moe)]
     run_moe_layers(watched, state, overlap)
     return seen

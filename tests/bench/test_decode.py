@@ -270,16 +270,21 @@ def test_what_ranks_report_becomes_records():
     assert "batch 16" in text and "head" in text and "GroupGEMM" in text and "0.000" in text
 
 
-def test_a_run_that_ends_early_keeps_what_it_has(command, monkeypatch):
+def test_a_run_that_ends_early_keeps_what_it_has(command, monkeypatch, tmp_path):
     def measure(context, job):
         context.emit({"backend": "virtual", "max_tokens": 64})
+        context.emit(event("step", [7.0], clock="wall", batch=2))
+        context.emit({"finished": 2})
+        kept = Store(tmp_path / "records", package=False).records("decode")
+        assert {(r.metric, r.params["batch"]) for r in kept} == {(m, 2) for m in ("step", "tok_s_request", "tok_s_gpu")}
         context.emit(event("step", [5.0, 6.0], clock="wall", batch=1))
         raise BenchError("the lights went out")
 
     monkeypatch.setattr(decode_rank, "measure", measure)
     status, out, err, records = command("--model", "tinyseek", "--batch", "1,2", "--kv-len", "65")
     assert status == 1 and out == "" and "error: the lights went out" in err
-    assert {(r.metric, r.params["batch"]) for r in records} == {("step", 1), ("tok_s_request", 1), ("tok_s_gpu", 1)}
+    metrics = ("step", "tok_s_request", "tok_s_gpu")
+    assert {(r.metric, r.params["batch"]) for r in records} == {(m, batch) for m in metrics for batch in (1, 2)}
 
 
 def test_the_models_tables_can_hold_these_records(tmp_path):

@@ -14,6 +14,7 @@ from moelab.bench.decode_stages import EXCHANGE, parts, watch
 from moelab.bench.decode_timer import Ranks, split_calls, time_calls
 from moelab.config import ParallelConfig
 from moelab.engine.engine import Engine
+from moelab.engine.executor import run_layer, run_moe_layers
 from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
 from moelab.stages import DENSE_LAYER, MOE_LAYER
@@ -99,6 +100,21 @@ def test_a_stage_alone_does_what_it_did_in_the_step(model, overlap):
     for call, own in zip(by_name["gate_up"].calls, seen.own.values(), strict=True):
         assert torch.equal(call().counts, own["counts"])
     assert sum(int(c.sum()) for pair in seen.counts(4) for c in pair) == 4 * BATCH * 2 * 4
+
+
+@pytest.mark.parametrize("overlap", ["none", "microbatch"])
+def test_all_layers_of_a_kind_run_as_in_the_step_again_and_again(model, overlap):
+    _, step, state = begun(model, overlap)
+    seen = watch(model, state, overlap)
+    hidden = model.finish(replace(state))
+    for _ in range(2):
+        dense = seen.enter("dense")
+        for layer in model.dense_layers:
+            run_layer(layer, dense)
+        moe = seen.enter("moe")
+        assert torch.equal(dense.residual, moe.residual) and len(dense.update) == len(moe.update)
+        run_moe_layers(model.moe_layers, moe, overlap)
+        assert torch.equal(model.finish(moe), step.run().hidden) and torch.equal(step.run().hidden, hidden)
 
 
 def test_exchanges_alone_leave_no_handle_behind_and_the_step_as_it_was(model):

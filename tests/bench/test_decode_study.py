@@ -1,0 +1,74 @@
+"""What records of decode say: grouped by setting, beside the model, and what halves save."""
+
+from __future__ import annotations
+
+import pytest
+
+from moelab.bench import decode_study
+from moelab.bench.decode_setting import Setting
+from moelab.perf import predict
+from moelab.perf.tables import NOTHING_RECORDED
+from moelab.results import Provenance, Record, Store
+from moelab.stages import SCHEDULES
+
+GPU = "NVIDIA H200"
+WHERE = Provenance(GPU, 1, "580.1", {"torch": "2.11.0"}, "0123456789abcdef", False)
+US = {"none": 2000.0, "dispatch": 1900.0, "microbatch": 1330.0}
+
+
+def put(store: Store, overlap: str, batch: int, us: float, dp: int = 128, fabric: str | None = "ib400") -> None:
+    """A layer with its kinds, and numbers that are not of a layer, as the benchmark names them."""
+    setting = Setting(
+        "deepseek-v3", dp, 1, (batch,), 1, 0.6, 5000, "bf16", overlap, fabric is not None, 8, None, fabric, "cuda", True
+    )
+    params = setting.params(batch, setting.max_tokens(batch))
+    mla = {"of": "moe", "category": "MLA"}
+    numbers = [("layer", {"of": "moe"}, us), ("layer", {"of": "dense"}, 1.0), ("step", {}, 9.0),
+               ("category", mla, 0.4 * us), ("exposed", {"half": "dispatch"}, 3.0)]  # fmt: skip
+    for metric, own, value in numbers:
+        store.append(Record.from_samples(
+            [value * 0.99, value, value * 1.01], bench="decode", backend="moelab", params=params | own, metric=metric,
+            unit="us", clock="graph", kind="stand-in" if fabric else "measured", provenance=WHERE,
+        ))  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path, package=False)
+    for batch in (128, 16):
+        for overlap in reversed(SCHEDULES):
+            put(store, overlap, batch, US[overlap] * batch / 128)
+    put(store, "dispatch", 16, 1000.0, dp=2, fabric=None)
+    return store
+
+
+def test_one_layer_for_each_setting(store):
+    found = decode_study.layers(store, GPU)
+    assert [(x.params["ep"], x.params["batch"], x.params["overlap"]) for x in found] == [
+        (2, 16, "dispatch"), *[(128, batch, overlap) for batch in (16, 128) for overlap in SCHEDULES]]  # fmt: skip
+    last = found[-1]
+    assert (last.record.p50, last.kinds["MLA"].p50) == (1330, pytest.approx(532)) and last.stand_in
+    assert last.name == "EP128, ib400, batch 128, MicroBatch" and found[0].name == "EP2, batch 16, DispatchOverlap"
+    assert not found[0].stand_in and decode_study.layers(store, "NVIDIA H100") == []
+
+
+def test_the_model_of_the_same_setting(store):
+    real, *_, last = decode_study.layers(store, GPU)
+    given = {"kv_len": 5000, "draft_tokens": 1, "acceptance": 0.5, "tables": NOTHING_RECORDED}
+    expected = predict("h200", 128, batch=128, overlap="microbatch", fabric="ib400", **given)
+    assert decode_study.modelled(last, NOTHING_RECORDED).layer_us == expected.layer_us
+    expected = predict("h200", 2, batch=16, overlap="dispatch", alltoall="moelab", **given)
+    assert decode_study.modelled(real, NOTHING_RECORDED).layer_us == expected.layer_us
+
+
+def test_without_a_fabric_nothing_is_exchanged(tmp_path):
+    store = Store(tmp_path, package=False)
+    put(store, "none", 16, 500.0, fabric="none")
+    (layer,) = decode_study.layers(store, GPU)
+    us = decode_study.modelled(layer, NOTHING_RECORDED).layer_us
+    assert us["Dispatch"] == us["Combine"] == 0 < us["total"]
+
+
+def test_gains(store):
+    assert decode_study.gains(decode_study.layers(store, GPU)) == {
+        "EP128, shadow rank, ib400": {16: pytest.approx(30), 128: pytest.approx(30)}}  # fmt: skip
