@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 
 from moelab.config import ModelConfig, ParallelConfig, preset
 from moelab.engine.engine import Engine
+from moelab.engine.executor import run_layers
 from moelab.engine.sequence import Sampling
 from moelab.model.arithmetic import Plain
+from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
 from moelab.ops.fp8 import dequantize_block
 from tests.helpers import Session, load_alone
@@ -19,6 +21,7 @@ from tests.helpers import Session, load_alone
 TINYSEEK = Path(__file__).parents[2] / "moelab" / "data" / "tinyseek"
 HELDOUT = TINYSEEK / "heldout"
 COUNT = 24
+LOGITS_ERROR = 0.04  # of block FP8; tests/model/test_block_fp8.py derives it
 
 
 def prompts() -> list[list[int]]:
@@ -173,3 +176,44 @@ def test_bfloat16_on_a_gpu_stays_near_float32_on_the_cpu():
     assert (ours.argmax(-1) == expected.argmax(-1)).float().mean() > 0.95
     error = (ours - expected).square().mean().sqrt() / expected.std()
     assert 1e-4 < error < 0.05, error
+
+
+def served(rank, folder: str, dp: int, prompts: list[list[list[int]]], overlap: str):
+    """As it is served, in block FP8 over our kernels: logits [tokens, vocab] of this rank's prompts in one pass, and
+    the greedy text of captured steps and of the same steps run eagerly."""
+    mine = prompts[rank.index]
+    options = dict(rank=rank.index, group=rank.groups[dp], arithmetic=BlockFp8(), device=str(rank.device))
+    model = DeepSeek.load(folder, ParallelConfig(dp), 256, **options)
+    with torch.no_grad():
+        session = Session(model, max(1, len(mine)), 256)
+        state = model.begin(session._batch(mine, session.lengths, absorbed=True), session.cache)
+        run_layers(model, state, overlap)
+        logits = model.logits(model.finish(state)).cpu()
+        texts = []
+        for capture in (True, False):
+            engine = Engine(model, 2048, overlap, draft_tokens=1, batch_sizes=(1, 2, 4), capture=capture)
+            requests = [engine.add(i, prompt, Sampling(8 + 5 * i)) for i, prompt in enumerate(mine)]
+            for _ in engine.run():
+                pass
+            texts.append([request.output for request in requests])
+    model.close()
+    return logits, texts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", ["none", "microbatch"])
+@pytest.mark.parametrize(("kind", "dp"), [("nvshmem-2", 2), ("nvshmem-4", 4), ("gpu-virtual", 1)])
+def test_block_fp8_over_our_kernels_is_the_same_on_any_number_of_gpus(pools, kind, dp, overlap):
+    """Groups with one request, two, none and three at once, each replaying graphs of its own size: captured steps write
+    what eager ones write, and logits are those of the CPU's float32 reference to the error of FP8."""
+    groups = [[p] for p in prompts()[:1]] + [prompts()[1:3], [], prompts()[2:5]]
+    pool = pools(kind)
+    results = pool.run(served, str(TINYSEEK), dp, groups[:dp], overlap, ranks=dp)
+    reference = load_alone(TINYSEEK)
+    for rank, (logits, (captured, eager)) in enumerate(results):
+        assert captured == eager and [len(text) for text in eager] == [8 + 5 * i for i in range(len(groups[rank]))]
+        if groups[rank]:
+            session = Session(reference, len(groups[rank]), 256)
+            with torch.no_grad():
+                expected = reference.logits(session.feed(*groups[rank], absorbed=False))
+            assert (logits - expected).square().mean().sqrt() < LOGITS_ERROR * expected.std()
