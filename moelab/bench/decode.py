@@ -77,9 +77,10 @@ class Found:
         return parts
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("step", "host", "stages", "step_over_stages", "tok_s_request", "tok_s_gpu", "rows", "active")
+        names = ("step_over_stages", "tok_s_request", "tok_s_gpu", "rows", "active")
         return {
-            "batch": self.batch, **{name: self.p50(name) for name in names},
+            "batch": self.batch, **{f"{name}_us": self.p50(name) for name in ("step", "stages", "host")},
+            **{name: self.p50(name) for name in names},
             "draft_us": {of: self.p50("draft", of=of) for of in ("first", "next")},
             "layer_us": {of: self.p50("layer", of=of) for of in ("moe", "dense")},
             "stage_us": {of: self.stages(of) for of in ("moe", "dense", "step")},

@@ -18,7 +18,7 @@ from moelab.stages import SCHEDULES
 
 KV_DTYPES = ("bf16", "fp8")
 MAX_DRAFT_TOKENS = 3  # what the decode kernels take: four queries of a request
-LARGE_LAYER = 1 << 26  # values in a layer from which a CPU would take minutes for a step
+LARGE_EXPERT = 1 << 22  # hidden · width from which a CPU would take minutes for a step
 PACKAGED = Path(__file__).parents[1] / "data" / "tinyseek"
 
 
@@ -148,11 +148,11 @@ class Setting:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if self.device == "cuda" and count < self.processes:
             raise BenchError(
-                f"{self.processes} ranks take a GPU each and {count} are here: take fewer, or --shadow for one rank of "
-                "the deployment on one GPU; `moelab doctor` says what is missing"
+                f"each rank takes a GPU, ranks are {self.processes} and GPUs here {count}: take fewer, or --shadow for "
+                "one rank of the deployment on one GPU; `moelab doctor` says what is missing"
             )
         config = self.config
-        if self.device == "cpu" and config.hidden_size * config.moe_intermediate_size > LARGE_LAYER // 16:
+        if self.device == "cpu" and config.hidden_size * config.moe_intermediate_size > LARGE_EXPERT:
             raise BenchError(
                 f"model {self.model} (hidden {config.hidden_size}) takes a GPU: on a CPU give --model tinyseek, which "
                 "shows the method"
