@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from moelab.comm.dense import Dense
 from moelab.comm.errors import CommError
+from moelab.comm.nvshmem import Nvshmem
 from moelab.config import ParallelConfig
 
 
@@ -20,9 +22,12 @@ class TensorParallelGroup:
 
     @classmethod
     def create(cls, parallel: ParallelConfig, rank: int, group: object) -> TensorParallelGroup:
-        """Collective over `group`, which holds all `parallel.ep` ranks: a torch.distributed group if tp > 1."""
+        """Collective over `group`, what the exchange was given, which holds all `parallel.ep` ranks. If tp > 1 it is a
+        torch.distributed group, or has one."""
         if parallel.tp == 1:
             return cls()
+        if isinstance(group, Dense | Nvshmem):
+            group = group.group or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise CommError(
                 f"tp is {parallel.tp}, which needs ranks in torch.distributed: start them by torchrun, or take tp 1"

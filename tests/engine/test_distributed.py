@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moelab.comm.dense import Dense
 from moelab.config import ModelConfig, ParallelConfig, preset
 from moelab.engine.engine import Engine
 from moelab.engine.executor import run_layers
@@ -64,6 +65,24 @@ def test_every_cut_writes_the_same_greedy_text(gloo_pool, alone, dp, tp):
         assert texts == {i: alone[i] for i in texts}, f"rank {rank}"
         assert texts == results[rank // tp * tp], "ranks of one TP group differ"
     assert {i for texts in results for i in texts} == set(range(len(alone)))
+
+
+def text_over(rank, folder: str, wrap, tp: int, prompt: list[int]) -> list[int]:
+    """Greedy text with attention cut by heads, over a group inside of what says how to exchange."""
+    parallel = ParallelConfig(1, tp)
+    group = wrap(group=rank.groups[parallel.ep])
+    model = DeepSeek.load(folder, parallel, 128, rank=rank.index, group=group)
+    engine = Engine(model, cache_tokens=1024)
+    request = engine.add(0, prompt, Sampling(COUNT))
+    for _ in engine.run():
+        pass
+    model.close()
+    return request.output
+
+
+def test_attention_is_cut_over_the_group_inside_a_choice_of_exchange(gloo_pool, alone):
+    texts = gloo_pool.run(text_over, str(TINYSEEK), Dense, 2, prompts()[0], ranks=2)
+    assert texts == [alone[0], alone[0]]
 
 
 def dequantized_oracle():
@@ -178,12 +197,13 @@ def test_bfloat16_on_a_gpu_stays_near_float32_on_the_cpu():
     assert 1e-4 < error < 0.05, error
 
 
-def served(rank, folder: str, dp: int, prompts: list[list[list[int]]], overlap: str):
+def served(rank, folder: str, dp: int, tp: int, prompts: list[list[list[int]]], overlap: str):
     """As it is served, in block FP8 over our kernels: logits [tokens, vocab] of this rank's prompts in one pass, and
     the greedy text of captured steps and of the same steps run eagerly."""
-    mine = prompts[rank.index]
-    options = dict(rank=rank.index, group=rank.groups[dp], arithmetic=BlockFp8(), device=str(rank.device))
-    model = DeepSeek.load(folder, ParallelConfig(dp), 256, **options)
+    parallel = ParallelConfig(dp, tp)
+    mine = prompts[parallel.dp_group(rank.index)]
+    options = dict(rank=rank.index, group=rank.groups[dp * tp], arithmetic=BlockFp8(), device=str(rank.device))
+    model = DeepSeek.load(folder, parallel, 256, **options)
     with torch.no_grad():
         session = Session(model, max(1, len(mine)), 256)
         state = model.begin(session._batch(mine, session.lengths, absorbed=True), session.cache)
@@ -202,18 +222,21 @@ def served(rank, folder: str, dp: int, prompts: list[list[list[int]]], overlap: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap", ["none", "microbatch"])
-@pytest.mark.parametrize(("kind", "dp"), [("nvshmem-2", 2), ("nvshmem-4", 4), ("gpu-virtual", 1)])
-def test_block_fp8_over_our_kernels_is_the_same_on_any_number_of_gpus(pools, kind, dp, overlap):
+@pytest.mark.parametrize(
+    ("kind", "dp", "tp"), [("nvshmem-2", 2, 1), ("nvshmem-2", 1, 2), ("nvshmem-4", 4, 1), ("gpu-virtual", 1, 1)]
+)
+def test_block_fp8_over_our_kernels_is_the_same_on_any_number_of_gpus(pools, kind, dp, tp, overlap):
     """Groups with one request, two, none and three at once, each replaying graphs of its own size: captured steps write
     what eager ones write, and logits are those of the CPU's float32 reference to the error of FP8."""
     groups = [[p] for p in prompts()[:1]] + [prompts()[1:3], [], prompts()[2:5]]
     pool = pools(kind)
-    results = pool.run(served, str(TINYSEEK), dp, groups[:dp], overlap, ranks=dp)
+    results = pool.run(served, str(TINYSEEK), dp, tp, groups[:dp], overlap, ranks=dp * tp)
     reference = load_alone(TINYSEEK)
     for rank, (logits, (captured, eager)) in enumerate(results):
-        assert captured == eager and [len(text) for text in eager] == [8 + 5 * i for i in range(len(groups[rank]))]
-        if groups[rank]:
-            session = Session(reference, len(groups[rank]), 256)
+        mine = groups[rank // tp]
+        assert captured == eager and [len(text) for text in eager] == [8 + 5 * i for i in range(len(mine))]
+        if mine:
+            session = Session(reference, len(mine), 256)
             with torch.no_grad():
-                expected = reference.logits(session.feed(*groups[rank], absorbed=False))
+                expected = reference.logits(session.feed(*mine, absorbed=False))
             assert (logits - expected).square().mean().sqrt() < LOGITS_ERROR * expected.std()
