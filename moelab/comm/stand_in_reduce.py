@@ -25,6 +25,8 @@ class StandInReduce:
     """For groups of `tp` ranks and x of up to `max_tokens` rows of `row_bytes`. `us`: tokens -> µs. `num_sms`: programs
     of the kernel, 0 for as many as there are SMs. `law`: where `us` comes from."""
 
+    on_host = False  # as `TensorParallelGroup` says
+
     def __init__(
         self,
         tp: int,

@@ -140,11 +140,8 @@ class Engine:
     def _make_graphs(self, sizes: list[int], capture: bool) -> DecodeGraphs:
         all_to_all, config = self.model.all_to_all, self.model.config
         spec = all_to_all.spec
-        if capture and self.device.type == "cuda" and not all_to_all.on_device:
-            raise ConfigError(
-                f"a step over the {all_to_all.backend} exchange asks the host and cannot be captured: construct the "
-                "model with kernels (`moelab.comm.choice.default_group`), or give capture=False"
-            )
+        if capture and self.device.type == "cuda":
+            self._check_capture()
         if sizes[-1] * self.q_len > spec.max_tokens:
             raise ConfigError(
                 f"a batch of {sizes[-1]} requests with {self.q_len} tokens each exceeds the exchange's max_tokens, "
@@ -161,6 +158,19 @@ class Engine:
         if self.drafter is not None:
             self.drafter.use_graphs(sizes, make)
         return graphs
+
+    def _check_capture(self) -> None:
+        all_to_all = self.model.all_to_all
+        if not all_to_all.on_device:
+            raise ConfigError(
+                f"a step over the {all_to_all.backend} exchange asks the host and cannot be captured: construct the "
+                "model with kernels (`moelab.comm.choice.default_group`), or give capture=False"
+            )
+        if self.model.layers[0].tp_group.on_host:
+            raise ConfigError(
+                "attention is summed over gloo, on the host, and such a step cannot be captured: start the ranks with "
+                "NCCL, one on a GPU, take tp 1, or give capture=False"
+            )
 
     def _decode(self, batch: Batch, observe: Observe | None) -> Output:
         """A step of known shape, from tokens to what the model thinks comes next."""
