@@ -42,6 +42,7 @@ from moelab.engine.timeline import Timeline
 from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
 from moelab.model.random_weights import RandomWeights
+from moelab.ops.fp8 import E4M3_MAX
 from moelab.ops.mla_cache import Fp8Cache
 
 PART_SHARE = 0.1  # of a step's time, for each part of it
@@ -111,9 +112,11 @@ def fill(caches: LayerCaches, seed: int) -> None:
 
 
 def _fill_fp8(cache: Fp8Cache, source: torch.Generator) -> None:
+    deviation = E4M3_MAX / 8  # beyond the maximum a cast makes NaN
     for part in cache.values.split(FILL_PAGES):
-        part.copy_(torch.empty_like(part, dtype=torch.bfloat16).normal_(0, 100, generator=source))
-    cache.scales.fill_(0.01)
+        drawn = torch.empty_like(part, dtype=torch.bfloat16).normal_(0, deviation, generator=source)
+        part.copy_(drawn.clamp_(-E4M3_MAX, E4M3_MAX))
+    cache.scales.fill_(1 / deviation)
     cache.rope.normal_(generator=source)
 
 
@@ -182,10 +185,14 @@ class _Run:
         for of, step in self.drafts.items():
             self.emit("draft", {"of": of}, "us", self.clock, time_calls(step.run, self.ranks))
         if self.setting.graph:
-            wall = engine_steps(self.engine, self.pieces, self.setting.kv_len)
-            if wall:
-                self.emit("engine_step", {}, "us", "wall", Samples(wall, WARMUP))
-            self.step.fill(self.pieces)
+            self._time_engine()
+
+    def _time_engine(self) -> None:
+        wall = engine_steps(self.engine, self.pieces, self.setting.kv_len)
+        count = round(-self.ranks.most(-len(wall)))  # of all ranks
+        if count:
+            self.emit("engine_step", {}, "us", "wall", Samples(wall[:count], WARMUP))
+        self.step.fill(self.pieces)
 
     def time_parts(self, progress: Callable[[int, int], None]) -> None:
         state = self._begin()
@@ -195,8 +202,8 @@ class _Run:
         alone = self._alone(seen, state) if self.setting.graph else []
         for done, (of, call, count) in enumerate(layers):
             progress(done, len(layers) + len(alone))
-            samples = time_calls(as_graph(call, self.ranks), self.ranks, PART_SHARE)
-            self.emit("layer", {"of": of}, "us", self.clock, _each(samples, count))
+            again = as_graph(call, self.ranks) if self.setting.graph else call
+            self.emit("layer", {"of": of}, "us", self.clock, _each(time_calls(again, self.ranks, PART_SHARE), count))
         for done, part in enumerate(alone, len(layers)):
             progress(done, len(layers) + len(alone))
             self._time_part(part)
@@ -266,7 +273,8 @@ class _Run:
                 continue
             for asked, held in thing.held_us.items():
                 params = {"half": thing.what, "asked_us": round(asked, 3)}
-                self.emit("held", params, "us", self.clock, Samples(held.tolist(), 0))
+                if len(held):
+                    self.emit("held", params, "us", self.clock, Samples(held.tolist(), 0))
             one = {"sent": thing.sent_bytes, "received": thing.received_bytes, "sms": thing.num_sms}
             for metric, value in one.items():
                 unit = "1" if metric == "sms" else "B"

@@ -173,10 +173,33 @@ def test_two_drafts_have_passes_of_two_shapes(model):
     assert run.drafts["first"].q_len == 3 and run.drafts["next"].q_len == 1
 
 
+@pytest.mark.parametrize("overlap", ["none", "microbatch"])
+def test_what_is_timed_by_graphs(model, overlap, monkeypatch):
+    """The way of a GPU, where a graph is its body: every stage of both kinds of layer, and what stands beside them."""
+    monkeypatch.setitem(decode_timer.CALLS, "cpu", (1, 1))
+    setting = replace(SETTING, overlap=overlap)
+    object.__setattr__(setting, "graph", True)
+    engine = Engine(model, BATCH * 128, overlap, 1, batch_sizes=[BATCH], capture=False)
+    decode_rank.fill(engine.cache.rows, 0)
+    got, told = [], []
+    run = decode_rank._Run(setting, engine, BATCH, ALONE, lambda *taken: got.append(taken))
+    run.time_parts(lambda done, total: told.append((done, total)))
+    stages = {(params["of"], params["stage"]): samples for metric, params, *_, samples in got if metric == "stage"}
+    wanted = {("step", name) for name in ("embed", "final_norm", "head")}
+    for of, layer in (("moe", MOE_LAYER), ("dense", DENSE_LAYER)):
+        wanted |= {(of, name) for name in halves_together(layer) - {"tp_reduce"}}
+    assert set(stages) == wanted and all(min(samples.us) > 0 for samples in stages.values())
+    assert {params["of"] for metric, params, *_ in got if metric == "layer"} == {"moe", "dense"}
+    rows = next(samples.us for metric, *_, samples in got if metric == "rows")
+    assert rows == [BATCH * 2 * 4] * 4
+    assert {clock for metric, _, _, clock, _ in got if metric in ("stage", "layer")} == {"graph"}
+    assert [done for done, _ in told[:-1]] == list(range(len(told) - 1)) and told[-1] == (1, 1)
+
+
 def test_an_fp8_cache_is_filled(model):
     engine = Engine(model, 256, batch_sizes=[1], capture=False, cache_dtype=torch.float8_e4m3fn)
     decode_rank.fill(engine.cache.rows, 3)
-    values = torch.cat([(c.values.float() * 0.01).flatten() for c in engine.cache.rows])
+    values = torch.cat([(c.values.float() * c.scales[0, 0, 0]).flatten() for c in engine.cache.rows])
     assert values.isfinite().all() and 0.9 < values.std() < 1.1
     assert all(c.rope.isfinite().all() and c.scales.isfinite().all() for c in engine.cache.rows)
 
