@@ -22,7 +22,7 @@ from moelab.engine.attention import decode_for
 from moelab.engine.batch import MAX_ABSORBED_Q_LEN, Piece, choose, lay_out, pieces_of
 from moelab.engine.decode import Body, Inputs, Output
 from moelab.engine.executor import Observe, check_overlap, run_layers
-from moelab.engine.graphs import DecodeGraphs
+from moelab.engine.graphs import DecodeGraphs, uncapturable
 from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
 from moelab.engine.sampler import Opinion
 from moelab.engine.sequence import Sampling, Sequence
@@ -140,8 +140,8 @@ class Engine:
     def _make_graphs(self, sizes: list[int], capture: bool) -> DecodeGraphs:
         all_to_all, config = self.model.all_to_all, self.model.config
         spec = all_to_all.spec
-        if capture and self.device.type == "cuda":
-            self._check_capture()
+        if capture and self.device.type == "cuda" and (why := uncapturable(self.model)):
+            raise ConfigError(f"{why}, or give capture=False")
         if sizes[-1] * self.q_len > spec.max_tokens:
             raise ConfigError(
                 f"a batch of {sizes[-1]} requests with {self.q_len} tokens each exceeds the exchange's max_tokens, "
@@ -158,19 +158,6 @@ class Engine:
         if self.drafter is not None:
             self.drafter.use_graphs(sizes, make)
         return graphs
-
-    def _check_capture(self) -> None:
-        all_to_all = self.model.all_to_all
-        if not all_to_all.on_device:
-            raise ConfigError(
-                f"a step over the {all_to_all.backend} exchange asks the host and cannot be captured: construct the "
-                "model with kernels (`moelab.comm.choice.default_group`), or give capture=False"
-            )
-        if self.model.layers[0].tp_group.on_host:
-            raise ConfigError(
-                "attention is summed over gloo, on the host, and such a step cannot be captured: start the ranks with "
-                "NCCL, one on a GPU, take tp 1, or give capture=False"
-            )
 
     def _decode(self, batch: Batch, observe: Observe | None) -> Output:
         """A step of known shape, from tokens to what the model thinks comes next."""

@@ -20,6 +20,8 @@ from moelab.config import ConfigError
 from moelab.engine.batch import Piece
 from moelab.engine.decode import Body, DecodeStep, Inputs, Output
 from moelab.engine.executor import Observe
+from moelab.model.block_fp8 import BlockFp8
+from moelab.model.deepseek import DeepSeek
 from moelab.ops.mla_decode import MAX_Q_LEN, MlaDecode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
@@ -28,6 +30,24 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 def sizes_up_to(most: int) -> tuple[int, ...]:
     """Batch sizes for at most `most` requests: those of SIZES below it, and itself."""
     return (*(size for size in SIZES if size < most), most)
+
+
+def uncapturable(model: DeepSeek) -> str | None:
+    """Why this model's steps cannot be captured, and what to do; None if they can."""
+    all_to_all = model.all_to_all
+    if not isinstance(model.arithmetic, BlockFp8):
+        return f"a step in {model.arithmetic} asks the host for counts and cannot be captured: take BlockFp8 arithmetic"
+    if not all_to_all.on_device:
+        return (
+            f"a step over the {all_to_all.backend} exchange asks the host and cannot be captured: construct the model "
+            "with kernels (`moelab.comm.choice.default_group`)"
+        )
+    if model.layers[0].tp_group.on_host:
+        return (
+            "attention is summed over gloo, on the host, and such a step cannot be captured: start the ranks with NCCL, "
+            "one on a GPU, or take tp 1"
+        )
+    return None
 
 
 class DecodeGraphs:

@@ -110,7 +110,7 @@ def need(
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     page = layers * PAGE_SIZE * _cache_row(config, arithmetic, kv_dtype)
     experts, rows = config.n_routed_experts // parallel.ep, parallel.dp * max_tokens
-    sizes = _expert_row(config, arithmetic)
+    sizes = expert_row(config, arithmetic)
     parts = 2 if overlap == "microbatch" else 1
     return Need(
         weights=weight_bytes(config, parallel, arithmetic),
@@ -158,11 +158,18 @@ def _weight_bytes(config: ModelConfig, parallel: ParallelConfig, in_fp8: bool, i
     return total
 
 
+def expert_row(config: ModelConfig, arithmetic: Arithmetic) -> tuple[int, int, int]:
+    """Bytes of a row of gate_up, of act and of the experts' output, as a step makes them."""
+    width, hidden, size = config.moe_intermediate_size, config.hidden_size, arithmetic.dtype.itemsize
+    act = width + 4 * num_blocks(width) if isinstance(arithmetic, BlockFp8) else width * size
+    return 2 * width * size, act, hidden * size
+
+
 def pool_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, max_tokens: int) -> int:
     """What a pool of blocks, as torch keeps for a GPU, reserves beyond the `activations` that live in it. It gives out
     the smallest free block that is large enough and cuts it: a new gate_up is cut out of where an output was, the next
     output then finds no place, and of either one more is reserved. Smaller batches of the pool find room in that."""
-    gate_up, _, output = _expert_row(config, arithmetic)
+    gate_up, _, output = expert_row(config, arithmetic)
     return config.n_routed_experts // parallel.ep * parallel.dp * max_tokens * (gate_up + output)
 
 
@@ -197,13 +204,6 @@ def _received(config: ModelConfig, arithmetic: Arithmetic, rows: int) -> int:
     if not isinstance(arithmetic, BlockFp8):
         return rows * config.hidden_size * arithmetic.dtype.itemsize
     return rows * config.hidden_size + 4 * round_up(rows, 4) * num_blocks(config.hidden_size)
-
-
-def _expert_row(config: ModelConfig, arithmetic: Arithmetic) -> tuple[int, int, int]:
-    """Bytes of a row of gate_up, of act and of the experts' output."""
-    width, hidden, size = config.moe_intermediate_size, config.hidden_size, arithmetic.dtype.itemsize
-    act = width + 4 * num_blocks(width) if isinstance(arithmetic, BlockFp8) else width * size
-    return 2 * width * size, act, hidden * size
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moelab.comm.choice import default_group
 from moelab.config import ConfigError, ModelConfig, ParallelConfig
 from moelab.engine.engine import Engine
-from moelab.engine.graphs import sizes_up_to
+from moelab.engine.graphs import sizes_up_to, uncapturable
 from moelab.engine.kv_cache import PAGE_SIZE, pages_for
 from moelab.engine.memory import available_bytes, need
 from moelab.engine.sequence import Sampling
@@ -87,8 +87,12 @@ def _batch_sizes(model: DeepSeek, parallel: ParallelConfig, job: dict[str, Any])
     into a step. None where a step cannot be captured."""
     q_len = 1 + job["draft_tokens"]
     most = min(-(-len(job["prompts"]) // parallel.dp), job["step_tokens"] // q_len)
-    fp8 = isinstance(model.arithmetic, BlockFp8)
-    return sizes_up_to(most) if fp8 and model.all_to_all.on_device and most and q_len <= MAX_Q_LEN else ()
+    if not most or q_len > MAX_Q_LEN or model.embed_w.device.type != "cuda":
+        return ()
+    if why := uncapturable(model):
+        log.info("no CUDA graphs: %s", why)
+        return ()
+    return sizes_up_to(most)
 
 
 def _cache_tokens(prompts, max_tokens: int) -> int:

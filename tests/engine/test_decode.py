@@ -8,7 +8,7 @@ import torch
 from moelab.config import ConfigError, ParallelConfig
 from moelab.engine.decode import DecodeStep, Output
 from moelab.engine.engine import Engine
-from moelab.engine.graphs import SIZES, DecodeGraphs, sizes_up_to
+from moelab.engine.graphs import SIZES, DecodeGraphs, sizes_up_to, uncapturable
 from moelab.engine.sequence import Sampling
 from moelab.engine.speculative import Drafter
 from moelab.engine.timeline import Timeline
@@ -202,6 +202,12 @@ def test_sizes():
 def test_what_cannot_be_is_refused(model, options, message):
     with pytest.raises(ConfigError, match=message):
         Engine(model, **options)
+
+
+def test_what_cannot_be_captured_says_why_and_what_to_do(model):
+    assert "a step in float32 asks the host for counts" in uncapturable(model)
+    served = load_alone(TINYSEEK, max_tokens=64, arithmetic=BlockFp8())
+    assert "over the virtual exchange asks the host" in uncapturable(served)
 
 
 @pytest.mark.gpu
