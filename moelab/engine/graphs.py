@@ -44,8 +44,8 @@ def uncapturable(model: DeepSeek) -> str | None:
         )
     if model.layers[0].tp_group.on_host:
         return (
-            "attention is summed over gloo, on the host, and such a step cannot be captured: start the ranks with NCCL, "
-            "one on a GPU, or take tp 1"
+            "attention is summed over gloo, on the host, and such a step cannot be captured: start the ranks with "
+            "NCCL, one on a GPU, or take tp 1"
         )
     return None
 
