@@ -69,6 +69,12 @@ class Found:
             if any(c == category for c, _ in named)
         }
 
+    @property
+    def without_exchange_us(self) -> float | None:
+        """An MoE layer's stages one after another, but for dispatch and combine."""
+        kinds = [r for r in self.of("category", of="moe") if r.params["category"] not in ("Dispatch", "Combine")]
+        return sum(r.p50 for r in kinds) if kinds else None
+
     def memory(self) -> dict[str, dict[str, int]]:
         """{part: {foreseen, measured}} bytes."""
         parts: dict[str, dict[str, int]] = {}
@@ -83,6 +89,7 @@ class Found:
             **{name: self.p50(name) for name in names},
             "draft_us": {of: self.p50("draft", of=of) for of in ("first", "next")},
             "layer_us": {of: self.p50("layer", of=of) for of in ("moe", "dense")},
+            "moe_without_exchange_us": self.without_exchange_us,
             "stage_us": {of: self.stages(of) for of in ("moe", "dense", "step")},
             "memory_bytes": self.memory(), "records": [record.to_dict() for record in self.records],
         }  # fmt: skip

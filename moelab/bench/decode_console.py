@@ -105,6 +105,7 @@ def _steps(found: Sequence[Found]) -> Table:
         "host, between steps [us]": lambda one: one.p50("host"),
         "sum of its stages [us]": lambda one: one.p50("stages"),
         "MoE layer [us]": lambda one: one.p50("layer", of="moe"),
+        "its stages but the exchange [us]": lambda one: one.without_exchange_us,
         "dense layer [us]": lambda one: one.p50("layer", of="dense"),
         "tok/s, request": lambda one: one.p50("tok_s_request"),
         "tok/s, GPU": lambda one: one.p50("tok_s_gpu"),

@@ -236,6 +236,7 @@ def test_what_ranks_report_becomes_records():
         event("step", [900.0, 1000.0]), event("draft", [100.0, 120.0], of="first"),
         event("engine_step", [1500.0, 1600.0, 900.0], clock="wall"), event("layer", [200.0], of="moe"),
         event("stage", [100.0, 130.0], of="moe", stage="mla", category="MLA"),
+        event("stage", [0.0, 0.0], of="moe", stage="dispatch", category="Dispatch"),
         event("stage", [50.0, 40.0], of="moe", stage="gate_up", category="GroupGEMM"),
         event("stage", [30.0, 30.0], of="moe", stage="down", category="GroupGEMM"),
         event("stage", [100.0, 100.0], of="dense", stage="mla", category="MLA"),
@@ -250,8 +251,9 @@ def test_what_ranks_report_becomes_records():
     assert one.batch == 16 and one.get("step").min == 910 and one.get("step").n == 2
     assert one.get("category", category="GroupGEMM", of="moe").min == pytest.approx(50 + 40)
     assert one.p50("category", category="GroupGEMM", of="moe") == pytest.approx((60 + 40 + 50 + 40) / 2)
+    assert one.without_exchange_us == pytest.approx((110 + 140) / 2 + 95)
     # Two MoE and three dense layers of five, and the head.
-    sums = [2 * (110 + 60 + 40) + 3 * 110 + 30, 2 * (140 + 50 + 40) + 3 * 110 + 30]
+    sums = [2 * (110 + 10 + 60 + 40) + 3 * 110 + 30, 2 * (140 + 10 + 50 + 40) + 3 * 110 + 30]
     assert [one.get("stages").min, one.get("stages").p50] == pytest.approx([min(sums), sum(sums) / 2])
     middle = sum(sums) / 2
     assert one.get("step_over_stages").min == pytest.approx(910 / middle)
