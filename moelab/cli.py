@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 import typer
 
 from moelab import __version__
-from moelab.bench import decode_command
+from moelab.bench import decode_command, groups_command
 from moelab.config import MoelabError
 from moelab.perf import commands as perf_commands
 from moelab.results import commands as records_commands
@@ -38,6 +38,7 @@ app = typer.Typer(
 app.add_typer(records_commands.app, name="records")
 bench_app = typer.Typer(help="Time what runs on the GPUs at hand, into records.", no_args_is_help=True)
 bench_app.command("decode")(decode_command.decode)
+bench_app.command("groups")(groups_command.groups)
 app.add_typer(bench_app, name="bench")
 kernels_app = typer.Typer(help="Build the CUDA kernels of the exchange, or say how they stand.", no_args_is_help=True)
 app.add_typer(kernels_app, name="kernels")
