@@ -18,6 +18,7 @@ from moelab.perf.tables import Tables
 from moelab.results import Record, Store
 
 OWN = ("of", "category", "stage", "half", "asked_us", "part", "from", "acceptance")  # parameters of a number
+FOLLOW = ("dp", "tp", "q_len", "moe_layers", "max_tokens", "shadow", "weights")  # from others, or said by the fabric
 REAL = "real"  # the fabric of ranks that are all there
 
 
@@ -25,24 +26,14 @@ REAL = "real"  # the fabric of ranks that are all there
 class Layer:
     """One MoE layer of a setting, its parameters and Records: of the whole, and of each kind of kernels."""
 
+    name: str  # deployment, fabric of a shadow rank, batch, schedule, and what else tells it from others
     params: dict
     record: Record
     kinds: dict[str, Record] = field(default_factory=dict)
 
-    @property
-    def stand_in(self) -> bool:
-        return self.record.kind == "stand-in"
-
-    @property
-    def name(self) -> str:
-        p = self.params
-        where = "" if p["fabric"] == REAL else f", {p['fabric']}"
-        return f"EP{p['ep']}{where}, batch {p['batch']}, {schedules.NAMES[p['overlap']]}"
-
 
 def layers(store: Store, gpu: str) -> list[Layer]:
-    """Those of `gpu`, by deployment, fabric, batch and schedule; [] if nothing was recorded. Of one setting that was
-    run with graphs and eagerly both are there."""
+    """Those of `gpu`, by deployment, fabric, batch and schedule; [] if nothing was recorded."""
     whole: dict[tuple, Record] = {}
     kinds: dict[tuple, dict[str, Record]] = {}
     for record in store.records(BENCH, gpu=gpu):
@@ -52,10 +43,27 @@ def layers(store: Store, gpu: str) -> list[Layer]:
                 whole[setting] = record
             else:
                 kinds.setdefault(setting, {})[record.params["category"]] = record
-    found = [Layer(dict(setting), record, kinds.get(setting, {})) for setting, record in whole.items()]
     order = list(schedules.NAMES)
-    return sorted(found, key=lambda x: (x.params["ep"], x.params["fabric"], x.params["batch"],
-                                        order.index(x.params["overlap"])))  # fmt: skip
+    found = sorted(
+        whole, key=lambda x: [dict(x)[k] for k in ("ep", "fabric", "batch")] + [order.index(dict(x)["overlap"])]
+    )
+    names = _names([dict(x) for x in found], "ep", "fabric", "batch", "overlap")
+    return [Layer(name, dict(x), whole[x], kinds.get(x, {})) for name, x in zip(names, found, strict=True)]
+
+
+def _names(settings: Sequence[dict], *said: str) -> list[str]:
+    """What `said` names of each setting, and of those that it does not tell apart what else differs."""
+    words = {
+        "ep": lambda v: f"EP{v}", "batch": lambda v: f"batch {v}", "overlap": lambda v: schedules.NAMES[v],
+        "fabric": lambda v: "" if v == REAL else v,
+    }  # fmt: skip
+    texts = [", ".join(filter(None, (words[k](setting[k]) for k in said))) for setting in settings]
+    names = []
+    for text, setting in zip(texts, settings, strict=True):
+        alike = [other for t, other in zip(texts, settings, strict=True) if t == text]
+        differ = [k for k, v in setting.items() if k not in (*said, *FOLLOW) and any(x[k] != v for x in alike)]
+        names.append(", ".join([text, *(f"{k} {setting[k]}" for k in differ)]))
+    return names
 
 
 def modelled(found: Layer, tables: Tables) -> Prediction:
@@ -71,14 +79,16 @@ def modelled(found: Layer, tables: Tables) -> Prediction:
 
 
 def gains(found: Sequence[Layer]) -> dict[str, dict[float, float]]:
-    """{deployment and fabric: {batch: percent of DispatchOverlap's time that MicroBatch saves}}, of what has both."""
-    us: dict[tuple[str, int], dict[str, float]] = {}
+    """{deployment, fabric of a shadow rank, what else tells it from others: {batch: percent of DispatchOverlap's time
+    that MicroBatch saves}}, of settings that were run by both."""
+    us: dict[tuple, dict[float, dict[str, float]]] = {}
     for layer in found:
         p = layer.params
-        where = f"EP{p['ep']}" + ("" if p["fabric"] == REAL else f", shadow rank, {p['fabric']}")
-        us.setdefault((where, p["batch"]), {})[p["overlap"]] = layer.record.p50
-    saved: dict[str, dict[float, float]] = {}
-    for (where, batch), at in us.items():
-        if {"dispatch", "microbatch"} <= at.keys():
-            saved.setdefault(where, {})[batch] = 100 * (1 - at["microbatch"] / at["dispatch"])
+        setting = tuple((k, v) for k, v in p.items() if k not in ("overlap", "batch", "max_tokens"))
+        us.setdefault(setting, {}).setdefault(p["batch"], {})[p["overlap"]] = layer.record.p50
+    saved = {}
+    for name, at in zip(_names([dict(x) for x in us], "ep", "fabric"), us.values(), strict=True):
+        both = {batch: x for batch, x in at.items() if {"dispatch", "microbatch"} <= x.keys()}
+        if both:
+            saved[name] = {batch: 100 * (1 - x["microbatch"] / x["dispatch"]) for batch, x in both.items()}
     return saved
