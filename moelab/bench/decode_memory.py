@@ -1,7 +1,7 @@
 """A decode step's memory, foreseen and measured, part by part.
 
-Foreseen: `moelab.engine.memory.need`; to "activations" belong attention's as well, its plans, what draft passes and
-the pools of captured steps take, and logits. Measured, on a GPU:
+Foreseen: `moelab.engine.memory.need`; to "activations" belong attention's as well, its plans, and the logits of the
+largest step. All captured steps, draft passes too, live in one pool. Measured, on a GPU:
 
     weights       bytes of the model's tensors
     exchange      what torch allocated while the model was loaded, less those; and the window, which is not torch's
@@ -45,37 +45,17 @@ def foreseen(setting: Setting, batch: int) -> Need:
     tokens, pages, most = batch * setting.q_len, batch * pages_for(setting.kv_len), setting.max_tokens(batch)
     attention = memory.attention_bytes(config, parallel, arithmetic, tokens)
     if setting.device == "cuda":
-        attention += memory.pool_bytes(config, parallel, arithmetic, most) + _plan_bytes(setting)
-        attention += _draft_bytes(setting, most) + _output_bytes(setting, batch)
+        attention += _plan_bytes(setting) + batch * setting.q_len * config.vocab_size * 4  # the logits, in float32
     return memory.need(
-        config, parallel, arithmetic, most, pages * PAGE_SIZE, setting.overlap, kv_dtype=setting.kv_dtype,
+        config, parallel, arithmetic, most, pages * PAGE_SIZE, kv_dtype=setting.kv_dtype,
         window_bytes=sum(beside_rows(setting, most)), attention=attention,
     )  # fmt: skip
-
-
-def _passes(setting: Setting) -> int:
-    """Shapes of draft passes: the first, and those after it. Each has its own plan of attention and its own pool."""
-    return min(2, setting.draft_tokens)
 
 
 def _plan_bytes(setting: Setting) -> int:
     """FlashInfer's workspaces: one for the main model's steps of all sizes, one for each shape of a draft pass."""
     flashinfer = decode_class(setting.device, setting.kv_dtype == "fp8") is FlashInferDecode
-    return (1 + _passes(setting)) * WORKSPACE_BYTES if flashinfer else 0
-
-
-def _draft_bytes(setting: Setting, max_tokens: int) -> int:
-    """One layer's activations, nothing before it, in the pool of each draft pass."""
-    config, parallel = setting.config, setting.parallel
-    rows = config.n_routed_experts // parallel.ep * parallel.dp * max_tokens
-    halves = 2 if setting.overlap == "microbatch" else 1
-    return _passes(setting) * halves * rows * sum(memory.expert_row(config, BlockFp8()))
-
-
-def _output_bytes(setting: Setting, batch: int) -> int:
-    """Logits in float32, which every captured size keeps."""
-    requests = batch + sum(smaller for smaller in setting.batches if smaller < batch)
-    return (1 + _passes(setting)) * requests * setting.q_len * setting.config.vocab_size * 4
+    return (1 + min(2, setting.draft_tokens)) * WORKSPACE_BYTES if flashinfer else 0
 
 
 def fitting(setting: Setting, capacity: float) -> tuple[int, ...]:

@@ -38,19 +38,19 @@ class Output:
 
     hidden: Tensor  # [T, H], normed
     idle: Tensor | bool | None  # whether no DP group has requests; a tensor, int32 [1]: the device knows
-    logits: Tensor | None = None  # float32 [T, vocab]; where they were not captured they are made for what asks
-    best: Tensor | None = None  # int64 [T], the likeliest token
+    best: Tensor | None = None  # int64 [T], the likeliest token; where it is not there it is found for what asks
 
     def opinions(self, model: DeepSeek, rows: list[tuple[Sequence, list[int]]]) -> list[Opinion]:
         """What `model` thinks after these rows of each sequence. Waits for the device."""
         if not rows:
             return []
         index = torch.tensor([row for _, mine in rows for row in mine], device=self.hidden.device)
+        hidden = self.hidden[index]
         counts = [(sequence, len(mine)) for sequence, mine in rows]
-        if self.logits is None:
-            logits = model.logits(self.hidden[index])
-            return opinions(logits, logits.argmax(-1), counts)
-        return opinions(self.logits, self.best[index], counts, index)
+        if self.best is not None:
+            return opinions(self.best[index], counts, lambda drawn: model.logits(hidden[drawn]))
+        logits = model.logits(hidden)
+        return opinions(logits.argmax(-1), counts, lambda drawn: logits[drawn])
 
     @property
     def all_idle(self) -> bool | None:

@@ -140,19 +140,21 @@ class Engine:
     def _make_graphs(self, sizes: list[int], capture: bool) -> DecodeGraphs:
         all_to_all, config = self.model.all_to_all, self.model.config
         spec = all_to_all.spec
-        if capture and self.device.type == "cuda" and (why := uncapturable(self.model)):
+        captures = capture and self.device.type == "cuda"
+        if captures and (why := uncapturable(self.model)):
             raise ConfigError(f"{why}, or give capture=False")
         if sizes[-1] * self.q_len > spec.max_tokens:
             raise ConfigError(
                 f"a batch of {sizes[-1]} requests with {self.q_len} tokens each exceeds the exchange's max_tokens, "
                 f"{spec.max_tokens}: give smaller batch sizes, or construct the model with more"
             )
+        pool = torch.cuda.graph_pool_handle() if captures else None
         max_kv_len = min(config.max_position_embeddings + self.q_len, self.cache.num_pages * PAGE_SIZE)
 
         def make(inputs: Inputs, body: Body) -> DecodeGraphs:
             fp8_cache = not isinstance(self.cache.rows, torch.Tensor)
             decode = decode_for(self.model, max_kv_len, inputs.q_len, fp8_cache)
-            return DecodeGraphs(body, inputs, sizes, self.overlap == "microbatch", decode, capture)
+            return DecodeGraphs(body, inputs, sizes, self.overlap == "microbatch", decode, capture, pool)
 
         graphs = make(Inputs(sizes[-1], self.q_len, self.device), self._decode)
         if self.drafter is not None:
@@ -162,8 +164,7 @@ class Engine:
     def _decode(self, batch: Batch, observe: Observe | None) -> Output:
         """A step of known shape, from tokens to what the model thinks comes next."""
         output = self._run(batch, observe)
-        output.logits = self.model.logits(output.hidden)
-        output.best = output.logits.argmax(-1)
+        output.best = self.model.logits(output.hidden).argmax(-1)
         return output
 
     def _run(self, batch: Batch, observe: Observe | None) -> Output:

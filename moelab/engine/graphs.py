@@ -62,10 +62,11 @@ class DecodeGraphs:
         halves: bool,
         decode: Callable[[int], MlaDecode],
         capture: bool = True,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        pool: object | None = None,
     ) -> None:
         """`decode(n)`: attention for n requests. `capture`: on a GPU; without it every step runs eagerly on the same
-        tensors. `progress` is told after each size how many of how many are ready."""
+        tensors. `pool`: of other graphs whose memory these may use, since no two run at the same time. What those put
+        out outlasts a run of these."""
         self.inputs, self.sizes = inputs, sorted({0, *sizes})
         if self.sizes[0] < 0 or self.sizes[-1] < 1:
             raise ConfigError(f"batch sizes are {sorted(sizes)}: give positive numbers")
@@ -76,12 +77,13 @@ class DecodeGraphs:
             )
         self._steps: dict[int, DecodeStep] = {}
         captures = capture and inputs.tokens.is_cuda
-        stream, pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if captures else (None, None)
-        for done, size in enumerate(reversed(self.sizes), 1):
+        stream = torch.cuda.Stream() if captures else None
+        if captures and pool is None:
+            pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
             step = self._steps[size] = DecodeStep(body, inputs, size, halves, decode)
             if captures:
                 step.capture(stream, pool)
-            progress(done, len(self.sizes))
 
     @property
     def max_batch(self) -> int:

@@ -4,9 +4,8 @@
                  a value of a linear layer and four for each block of 128 × 128, the others two
     KV cache     pages · 64 · layers · bytes of a row               whole on each TP rank, MTP's layer too
     exchange     slots · L · dp·M · (row + its scales), and what a backend has beside (`window_bytes`)
-    activations  L · dp·M · (parts · (gate_up + act + output) + the largest of these)
-                                                                    of each micro-batch in flight, and one more of them
-                                                                    on its way, before the one of the layer before goes
+    activations  L · dp·M · (gate_up + act + output)                of one layer: each goes as soon as it is read, the
+                                                                    next layer's takes its place
     attention    what `attention_bytes` counts, where it is asked for
 
 with L experts on the rank, M the most tokens of a DP group in a step. Small things (logits, the exchange's messages,
@@ -94,7 +93,6 @@ def need(
     arithmetic: Arithmetic | torch.dtype,
     max_tokens: int,
     cache_tokens: int,
-    overlap: str = "none",
     *,
     kv_dtype: str | None = None,
     window_bytes: int = 0,
@@ -110,13 +108,11 @@ def need(
     layers = config.num_hidden_layers + config.num_nextn_predict_layers
     page = layers * PAGE_SIZE * _cache_row(config, arithmetic, kv_dtype)
     experts, rows = config.n_routed_experts // parallel.ep, parallel.dp * max_tokens
-    sizes = expert_row(config, arithmetic)
-    parts = 2 if overlap == "microbatch" else 1
     return Need(
         weights=weight_bytes(config, parallel, arithmetic),
         kv_cache=pages_for(cache_tokens) * page,
         exchange=SLOTS * experts * _received(config, arithmetic, rows) + window_bytes,
-        activations=experts * rows * (parts * sum(sizes) + max(sizes)),
+        activations=experts * rows * sum(expert_row(config, arithmetic)),
         page=page,
         attention=attention,
     )
@@ -163,14 +159,6 @@ def expert_row(config: ModelConfig, arithmetic: Arithmetic) -> tuple[int, int, i
     width, hidden, size = config.moe_intermediate_size, config.hidden_size, arithmetic.dtype.itemsize
     act = width + 4 * num_blocks(width) if isinstance(arithmetic, BlockFp8) else width * size
     return 2 * width * size, act, hidden * size
-
-
-def pool_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, max_tokens: int) -> int:
-    """What a pool of blocks, as torch keeps for a GPU, reserves beyond the `activations` that live in it. It gives out
-    the smallest free block that is large enough and cuts it: a new gate_up is cut out of where an output was, the next
-    output then finds no place, and of either one more is reserved. Smaller batches of the pool find room in that."""
-    gate_up, _, output = expert_row(config, arithmetic)
-    return config.n_routed_experts // parallel.ep * parallel.dp * max_tokens * (gate_up + output)
 
 
 def attention_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, tokens: int) -> int:

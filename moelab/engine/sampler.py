@@ -6,6 +6,7 @@ same text whatever ranks and batches it shares.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,17 +24,16 @@ class Opinion(NamedTuple):
 
 
 def opinions(
-    logits: torch.Tensor, best: torch.Tensor, rows: list[tuple[Sequence, int]], index: torch.Tensor | None = None
+    best: torch.Tensor, rows: list[tuple[Sequence, int]], logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[Opinion]:
     """One for each sequence, which has so many of the N rows, in this order.
 
-    logits float32 [N, vocab], or more of them, of which `index` int64 [N] names the rows; best int64 [N]. The device is
-    waited for once, or twice if something is drawn; only logits that are drawn from leave it.
+    best int64 [N]; `logits` gives float32 [n, vocab] of the rows that a mask bool [N] names. The device is waited for
+    once, or twice if something is drawn; only logits that are drawn from leave it.
     """
     likeliest = best.tolist()
-    is_drawn = torch.tensor([i for s, count in rows for i in [s.sampling.temperature > 0] * count], device=best.device)
-    index = torch.arange(len(logits), device=best.device) if index is None else index
-    host = logits[index[is_drawn]].cpu() if any(s.sampling.temperature > 0 for s, _ in rows) else None
+    drawn = [is_drawn for s, count in rows for is_drawn in [s.sampling.temperature > 0] * count]
+    host = logits(torch.tensor(drawn, device=best.device)).cpu() if any(drawn) else None
     found, at, at_host = [], 0, 0
     for sequence, count in rows:
         mine = None

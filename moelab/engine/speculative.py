@@ -113,8 +113,7 @@ class Drafter:
 
             def body(batch: Batch, observe: Observe | None, inputs: Inputs = inputs) -> Output:
                 output = self._pass(batch, inputs.hidden[: batch.num_tokens], observe)
-                output.logits = self.model.logits(output.hidden)
-                output.best = output.logits.argmax(-1)
+                output.best = self.model.logits(output.hidden).argmax(-1)
                 return output
 
             self.graphs[q_len] = make(inputs, body)

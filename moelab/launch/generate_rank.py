@@ -44,7 +44,7 @@ def generate(context: Context, job: dict[str, Any]) -> None:
     arithmetic = _arithmetic(config, context.device)
     longest = max((len(ids) for ids in mine.values()), default=0) + job["max_tokens"]
     sharing = context.world_size if context.device == "cpu" else -(-context.world_size // torch.cuda.device_count())
-    needed = need(config, parallel, arithmetic, job["step_tokens"], cache_tokens, job["overlap"])
+    needed = need(config, parallel, arithmetic, job["step_tokens"], cache_tokens)
     needed.check(available_bytes(context.device, sharing), longest)
 
     model = DeepSeek.load(

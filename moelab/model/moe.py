@@ -49,9 +49,11 @@ class Dense:
 
     def dense_silu_mul(self, s: State) -> None:
         s.act = self.arithmetic.silu_mul(s.gate_up)
+        s.gate_up = None
 
     def dense_down(self, s: State) -> None:
         self.arithmetic.add(s, self.arithmetic.linear(s.act, self.mlp.down))
+        s.act = None
 
 
 @dataclass
@@ -111,14 +113,19 @@ class MoE:
     def gate_up(self, s: State) -> None:
         s.gate_up = self.arithmetic.grouped(s.rows, self.gate_up_w, s.counts, self._expected_m(s))
 
+    # The experts' values are a step's largest by far: each goes as soon as it is read.
+
     def silu_mul_quant(self, s: State) -> None:
         s.act = self.arithmetic.silu_mul(s.gate_up, s.counts)
+        s.gate_up = None
 
     def down(self, s: State) -> None:
         s.expert_out = self.arithmetic.grouped(s.act, self.down_w, s.counts, self._expected_m(s))
+        s.act = None
 
     def combine_send(self, s: State) -> None:
         self.all_to_all.combine_send(s.handle, s.expert_out)
+        s.expert_out = None
 
     def combine_recv(self, s: State) -> None:
         routed = self.all_to_all.combine_recv(s.handle, torch.empty_like(s.residual))

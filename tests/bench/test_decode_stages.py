@@ -138,7 +138,7 @@ def test_requests_and_the_cache_are_filled(model):
     pages = [page for piece in pieces for page in piece.sequence.pages]
     assert sorted(pages) == list(range(14)) != pages  # two each for 70 tokens, in no order
     assert {(piece.start, len(piece.tokens)) for piece in pieces} == {(68, 2)}
-    assert step.run().logits.isfinite().all()
+    assert step.run().hidden.isfinite().all()
 
 
 def test_the_engine_steps_on_its_own(model, monkeypatch):

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from moelab.bench import quality, schemes
 from moelab.bench.quality import Variant, score
 from moelab.config import MoelabError
-from moelab.model import moe
+from moelab.model import arithmetic
 from moelab.results import Provenance
 
 SCORED = 9
@@ -83,7 +83,7 @@ def test_each_operand_goes_through_once_and_whole(tiny_checkpoint, windows, sche
 def test_the_router_sees_unquantised_tokens(tiny_checkpoint, windows, scheme, monkeypatch):
     scheme(lambda x: torch.full_like(x, 7.0))
     seen = []
-    monkeypatch.setattr(moe, "linear", lambda x, w: (seen.append(x) if w.shape[0] == 16 else None, x @ w.T)[1])
+    monkeypatch.setattr(arithmetic, "linear", lambda x, w: (seen.append(x) if w.shape[0] == 16 else None, x @ w.T)[1])
     score(tiny_checkpoint, windows, Variant("sevens", activations="given"), SCORED)
     assert len(seen) == 3 and not any(x.eq(7.0).all() for x in seen)
 

@@ -18,9 +18,9 @@ from moelab.engine.memory import (
     OutOfMemory,
     attention_bytes,
     available_bytes,
+    expert_row,
     largest_batch,
     need,
-    pool_bytes,
 )
 from moelab.engine.sequence import Sampling
 from moelab.launch import generate_rank
@@ -80,18 +80,23 @@ def bytes_of(rows) -> int:
 @pytest.mark.parametrize("overlap", ["none", "microbatch"])
 def test_cache_buffers_and_activations_are_what_is_allocated(overlap, arithmetic):
     model = load_alone(TINYSEEK, max_tokens=24, arithmetic=arithmetic)
-    counted = need(model.config, model.parallel, arithmetic, 24, 1000, overlap)
+    counted = need(model.config, model.parallel, arithmetic, 24, 1000)
     engine = Engine(model, cache_tokens=1000, overlap=overlap)
     assert engine.cache.rows.nbytes == counted.kv_cache == 16 * counted.page
     engine.add(0, [5] * 9, Sampling(2))
     engine._admit()
-    held, kept = {}, {}
+    held, sizes, together = {}, {}, []
 
     def observe(launch, state):
-        kept[launch.micro_batch] = [t for t in (state.gate_up, state.act, state.expert_out) if t is not None]
+        kept = {
+            name: bytes_of(t) for name in ("gate_up", "act", "expert_out") if (t := getattr(state, name)) is not None
+        }
         if launch.layer >= 0 and state.rows is not None:
             values = state.rows if isinstance(state.rows, torch.Tensor) else state.rows.values
             held[values.data_ptr()] = bytes_of(state.rows)
+        if launch.layer >= 0 and launch.stage.step >= 4 and launch.stage.name != "dispatch_recv":
+            sizes.update(kept)
+            together.append(len(kept))
 
     state = model.begin(build(choose(engine.running, 24), "cpu"), engine.cache.rows)
     with torch.no_grad():
@@ -99,8 +104,8 @@ def test_cache_buffers_and_activations_are_what_is_allocated(overlap, arithmetic
     # Kernels make the buffers of both slots at once, this exchange each at its first use; one half's exchange ends
     # before the other's begins, so there is never a second.
     assert [2 * size for size in held.values()] == [counted.exchange]
-    on_its_way = counted.activations - sum(bytes_of(t) for parts in kept.values() for t in parts)
-    assert on_its_way == 16 * 24 * model.config.hidden_size * arithmetic.dtype.itemsize  # an output; a gate_up is equal
+    assert sum(sizes.values()) == counted.activations and len(sizes) == 3
+    assert set(together) == {0, 1}  # each goes as soon as it is read
 
 
 def test_the_arithmetic_by_hand():
@@ -109,7 +114,7 @@ def test_the_arithmetic_by_hand():
     assert counted.weights == pytest.approx(2 * 102.56e9, rel=0.03)  # embedding and head are bfloat16 in either
     assert counted.kv_cache == 79 * 64 * 62 * 576 * 2
     assert counted.exchange == 2 * 32 * 8 * 256 * 7168 * 2
-    assert counted.activations == 32 * 8 * 256 * (3 * 2048 + 7168 + 7168) * 2
+    assert counted.activations == 32 * 8 * 256 * (3 * 2048 + 7168) * 2
     with pytest.raises(OutOfMemory, match=r"a rank needs 2\d\d GB \(weights 2\d\d, .* has 150 GB.*; not one request"):
         counted.check(150e9, 5000)
 
@@ -123,7 +128,7 @@ def test_the_arithmetic_by_hand_in_fp8():
     linear = 102.56e9 - 2 * 2 * 129280 * 7168  # without embedding and head, to 0.03 % the scales' part
     assert counted.weights == pytest.approx(102.56e9 + linear * 4 / 128**2 + 2 * 7168**2, rel=3e-4)  # eh_proj in BF16
     assert counted.exchange == 2 * 32 * (8 * 256 * (7168 + 4 * 56)) + 10
-    assert counted.activations == 32 * 8 * 256 * (4 * 2048 + 2048 + 4 * 16 + 2 * 2 * 7168)
+    assert counted.activations == 32 * 8 * 256 * (4 * 2048 + 2048 + 4 * 16 + 2 * 7168)
     assert counted.attention == 256 * 2 * (128 * (192 + 512 + 512 + 128) + 8 * 7168)
     assert counted.total == sum(counted.parts.values()) and counted.kv_cache == 79 * 64 * 62 * 576 * 2
     eight = need(model, ranks, BlockFp8(), 256, 5000, kv_dtype="fp8")
@@ -159,25 +164,23 @@ class Blocks:
         self.free.append((size, segment, start))
 
 
-@pytest.mark.parametrize("overlap", ["none", "microbatch"])
+@pytest.mark.parametrize("arithmetic", [Plain(torch.bfloat16), BlockFp8()], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(8, 224), (8, 16), (128, 256)])
-def test_what_a_pool_of_blocks_reserves(overlap, ranks, max_tokens):
-    """Layers of one step: each value is made before the one that it takes the place of is given back."""
-    config, parallel, fp8 = preset("deepseek-v3"), ParallelConfig(ranks), BlockFp8()
+def test_what_a_pool_of_blocks_reserves(arithmetic, ranks, max_tokens):
+    """Layers of a step, either half's in turn: a value is made before the one it is made of is given back."""
+    config, parallel = preset("deepseek-v3"), ParallelConfig(ranks)
     rows = 256 // ranks * ranks * max_tokens
-    pool, held = Blocks(), {}
+    pool, before = Blocks(), None
     for _ in range(20):
-        for micro in range(2 if overlap == "microbatch" else 1):
-            for name, size in (("gate_up", 8192), ("act", 2048 + 64), ("out", 14336)):
-                new = pool.take(rows * size)
-                if (micro, name) in held:
-                    pool.give(held[micro, name])
-                held[micro, name] = new
-    counted = need(config, parallel, fp8, max_tokens, 64, overlap).activations
-    counted += pool_bytes(config, parallel, fp8, max_tokens)
-    assert 0.95 * pool.reserved <= counted <= 1.3 * pool.reserved
-    if max_tokens > 100:
-        assert counted == pytest.approx(pool.reserved, rel=0.02)
+        for size in expert_row(config, arithmetic):
+            made = pool.take(rows * size)
+            if before is not None:
+                pool.give(before)
+            before = made
+        pool.give(before)
+        before = None
+    counted = need(config, parallel, arithmetic, max_tokens, 64).activations
+    assert counted == pytest.approx(pool.reserved, rel=0.02)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
