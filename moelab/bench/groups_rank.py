@@ -59,8 +59,11 @@ def measure(context, job: dict[str, Any]) -> None:
     agreements = {"none": lambda own: own, "host": Agreement(torch.device("cpu"))}
     if dist.get_backend() == "nccl":
         agreements["device"] = Agreement(device)
-    for case in job["cases"]:
-        _Case(setting, model, graphs, ranks, context, case).measure(agreements)
+    cases = [_Case(setting, model, graphs, ranks, context, case) for case in job["cases"]]
+    for case in cases:
+        case.time(agreements)
+    for case in cases:
+        case.count(agreements)
     model.close()
 
 
@@ -90,9 +93,8 @@ class _Case:
         self.first_of_group, self.own = context.rank % setting.tp == 0, batches[self.group]
         self.pieces = requests(model.config.vocab_size, self.own, setting)
 
-    def measure(self, agreements: dict[str, Any]) -> None:
-        ways = [(way, how) for way, by in WAYS.items() for how in by if how in agreements]
-        kind = self.ranks.device.type
+    def time(self, agreements: dict[str, Any]) -> None:
+        ways, kind = _ways(agreements), self.ranks.device.type
         warmup, (least, most) = WARMUP[kind], STEPS[kind]
         for _ in range(warmup):
             slow = max([self.step(agreements[how])[0] for _, how in ways])
@@ -106,11 +108,13 @@ class _Case:
             for metric, us in zip(("step", "agree", "fill", "run"), zip(*taken[way, how], strict=True), strict=True):
                 if metric != "agree" or how != "none":
                     self._emit(way, how, metric, "us", "wall", list(us), warmup)
-        for way, how in ways:
-            for metric, number in self._numbers(agreements[how]).items():
-                self._emit(way, how, metric, "1", "none", [number], 0)
             if kind == "cpu":
                 self._time_lane(way, agreements[how])
+
+    def count(self, agreements: dict[str, Any]) -> None:
+        for way, how in _ways(agreements):
+            for metric, number in self._numbers(agreements[how]).items():
+                self._emit(way, how, metric, "1", "none", [number], 0)
 
     def step(self, agree) -> tuple[float, float, float, float]:
         """us of a step, and of its parts: agreeing, laying out, running."""
@@ -137,10 +141,10 @@ class _Case:
 
         step.run(observe)
         tokens = step.size * self.setting.q_len if self.first_of_group else 0
+        counted = launches(lambda: step.body(step.batch, None), self.ranks.device, self.ranks.align)
         self.ranks.align()
-        counted = launches(lambda: step.body(step.batch, None), self.ranks.device)
-        self.ranks.align()
-        return {"tokens": tokens, "rows": int(sum(arrived)), "launches": counted}
+        numbers = {"tokens": tokens, "rows": int(sum(arrived))}
+        return numbers | ({"launches": counted} if counted else {})
 
     def _time_lane(self, way: str, agree) -> None:
         timeline = Timeline(self.ranks.device)
@@ -171,6 +175,10 @@ class _Case:
             "batches": list(self.batches), "way": way, "agree": agree, "metric": metric, "unit": unit, "clock": clock,
             "samples": samples, "warmup": warmup,
         })  # fmt: skip
+
+
+def _ways(agreements: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(way, how) for way, by in WAYS.items() for how in by if how in agreements]
 
 
 def _load(setting: Setting, context) -> DeepSeek:
