@@ -61,7 +61,8 @@ class Engine:
         MTP layer drafts in a step (`moelab.engine.speculative`); `batch_sizes`, of the decode steps with a fixed shape,
         none if empty. On a GPU those are captured in CUDA graphs, unless `capture` is False; the construction is then
         collective. `cache_dtype`: float8_e4m3fn, or by default the model's. With a `Timeline` set as `timeline`, the
-        stages of each step are recorded in it, and no graph is replayed.
+        stages of each step are recorded in it, and no graph is replayed. Before the first exchange ranks compare these
+        settings, and where they differ all raise `ConfigError`.
         """
         check_overlap(overlap)
         if draft_tokens < 0:
@@ -83,7 +84,10 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.all_idle = False
-        self.graphs = self._make_graphs(sorted(batch_sizes), capture) if batch_sizes else None
+        sizes = sorted(batch_sizes)
+        # A rank with others would make exchanges that its peers do not, and be waited for in vain or taken for another.
+        self._to_agree = dict(overlap=overlap, draft_tokens=draft_tokens, batch_sizes=sizes, capture=capture)
+        self.graphs = self._make_graphs(sizes, capture) if sizes else None
 
     def add(self, id: int, prompt: list[int], sampling: Sampling) -> Sequence:
         """Queue a request. Raises if it could never run, naming what is too long."""
@@ -107,6 +111,7 @@ class Engine:
 
     def step(self) -> list[Token]:
         """Run one step and give its new tokens. Collective over all ranks."""
+        self._agree()
         if self.timeline is not None:
             self.timeline.begin()
         self._admit()
@@ -137,6 +142,12 @@ class Engine:
         while not self.all_idle:
             yield from self.step()
 
+    def _agree(self) -> None:
+        """Once, before the first exchange, which waits for all ranks as well."""
+        if self._to_agree:
+            self.model.all_to_all.agree(**self._to_agree)
+            self._to_agree = {}
+
     def _make_graphs(self, sizes: list[int], capture: bool) -> DecodeGraphs:
         all_to_all, config = self.model.all_to_all, self.model.config
         spec = all_to_all.spec
@@ -149,6 +160,7 @@ class Engine:
                 f"{spec.max_tokens}: give smaller batch sizes, or construct the model with more"
             )
         pool = torch.cuda.graph_pool_handle() if captures else None
+        self._agree()
         max_kv_len = min(config.max_position_embeddings + self.q_len, self.cache.num_pages * PAGE_SIZE)
 
         def make(inputs: Inputs, body: Body) -> DecodeGraphs:
