@@ -44,6 +44,7 @@ def test_overlap(run):
     study, ours, miss = layer.groups()
     assert study == "1,896" and abs(float(miss)) < 2 and ours
     assert "EP128 GroupGEMM takes 206 µs; by published kernels 197" in text
+    assert "saves the study 16 µs; hiding the whole shared expert would save 41" in text
     batch = int(re.search(r"EP128, pplx-2025, H100: \*\*pays from batch (\d+) on", text)[1])
     assert 4 < batch < 128  # between the batches of this run
     assert text.count("loses at every batch") == 2  # EP2 and EP8

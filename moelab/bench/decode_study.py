@@ -32,11 +32,11 @@ class Layer:
     kinds: dict[str, Record] = field(default_factory=dict)
 
 
-def layers(store: Store, gpu: str) -> list[Layer]:
-    """Those of `gpu`, by deployment, fabric, batch and schedule; [] if nothing was recorded."""
+def layers(store: Store, gpu: str, model: str = "deepseek-v3") -> list[Layer]:
+    """Those of `model` on `gpu`, by deployment, fabric, batch and schedule; [] if nothing was recorded."""
     whole: dict[tuple, Record] = {}
     kinds: dict[tuple, dict[str, Record]] = {}
-    for record in store.records(BENCH, gpu=gpu):
+    for record in store.records(BENCH, gpu=gpu, model=model):
         if record.params.get("of") == "moe" and record.metric in ("layer", "category"):
             setting = tuple((k, v) for k, v in record.params.items() if k not in OWN)
             if record.metric == "layer":

@@ -66,6 +66,7 @@ def test_one_layer_for_each_setting(store):
     assert (last.record.p50, last.kinds["MLA"].p50) == (1330, pytest.approx(532))
     assert last.name == "EP128, ib400, batch 128, MicroBatch" and found[0].name == "EP2, batch 16, DispatchOverlap"
     assert decode_study.layers(store, "NVIDIA H100") == []
+    assert decode_study.layers(store, GPU, "tinyseek") == []
 
 
 def test_the_model_of_the_same_setting(store):
