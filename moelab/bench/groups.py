@@ -207,7 +207,7 @@ def lessons(cases: Cases) -> list[str]:
             ratio = cases[key]["step"].p50 / cases[key[0], "own", "none"]["step"].p50
             said.append(
                 f"{names(key[0])} requests: nothing is padded, and with the agreement a step takes {ratio:.2f}× as "
-                "long; that near can two runs of the same be here."
+                "long. Differences of that size are the agreement and chance."
             )
     return said
 

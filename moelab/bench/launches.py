@@ -27,9 +27,15 @@ def num_stages(config: ModelConfig, overlap: str, tp: int = 1) -> int:
     return sum(tp > 1 or stage.name != "tp_reduce" for stage in walked)
 
 
-def launches(call: Callable[[], object], device: torch.device) -> int:
-    """Of one call, which has run before."""
-    return _on_device(call, device) if device.type == "cuda" else _dispatched(call)
+def launches(call: Callable[[], object], device: torch.device, begin: Callable[[], object] = lambda: None) -> int:
+    """Of one call, which has run before. `begin` comes first and is not counted: ranks that meet in the call wait for
+    each other there, once the profiler, which takes its time, is up. 0 where a profiler is not let see the device."""
+    if device.type == "cuda":
+        return _on_device(call, device, begin)
+    begin()
+    with Counter() as counter:
+        call()
+    return counter.count
 
 
 class Counter(TorchDispatchMode):
@@ -46,18 +52,13 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _dispatched(call: Callable[[], object]) -> int:
-    with Counter() as counter:
-        call()
-    return counter.count
-
-
-def _on_device(call: Callable[[], object], device: torch.device) -> int:
+def _on_device(call: Callable[[], object], device: torch.device, begin: Callable[[], object]) -> int:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        begin()
         call()
         torch.cuda.synchronize(device)
     return sum(event.device_type == DeviceType.CUDA for event in seen.events())

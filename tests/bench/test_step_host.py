@@ -30,6 +30,18 @@ def test_views_and_allocations_launch_nothing():
     assert launches(lambda: x.add_(1), CPU) == 1
     assert launches(lambda: (x + 1).t().contiguous(), CPU) == 2
     assert launches(lambda: x.contiguous(), CPU) == 0
+    assert launches(lambda: x.add_(1), CPU, begin=lambda: x.mul_(2)) == 1
+
+
+@pytest.mark.gpu
+def test_launches_are_what_the_device_got():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU; none here")
+    x, device = torch.zeros(4, 4, device="cuda"), torch.device("cuda")
+    (x + 1).t().contiguous()
+    assert launches(lambda: (x + 1).t().contiguous(), device) == 2
+    assert launches(lambda: x.view(16)[2:].T, device) == 0
+    assert launches(lambda: x.add_(1), device, begin=lambda: torch.cuda.synchronize()) == 1
 
 
 def test_stages_of_a_step():
