@@ -42,6 +42,7 @@ from moelab.results import Provenance, Record, Store
 
 BENCH = "groups"
 WAYS = {"own": ("none",), "padded": ("host", "device")}
+OWN = ("batches", "max_tokens", "way", "agree")  # in which records of one setting may differ
 NUMBERS = {"tokens": sum, "rows": sum, "launches": max}  # of all ranks
 Events = Iterable[tuple[int, dict[str, Any]]]
 Cases = dict[tuple[str, str, str], dict[str, Record]]  # (batches, way, agree) -> metric -> Record
@@ -181,10 +182,21 @@ def by_case(records: Iterable[Record]) -> Cases:
 
 
 def recorded(store: Store, gpu: str, gpu_count: int) -> Cases:
-    """`by_case` of what was recorded on these GPUs with graphs, of the model with the most layers."""
-    mine = [r for r in store.records(BENCH, gpu=gpu, gpu_count=gpu_count) if r.params["mode"] == "graph"]
-    most = max((record.params["layers"] for record in mine), default=0)
-    return by_case(record for record in mine if record.params["layers"] == most)
+    """`by_case`, in order, of what was recorded on these GPUs with graphs in one setting: that of the most layers, then
+    of the most records."""
+    settings: dict[tuple, list[Record]] = {}
+    for record in store.records(BENCH, gpu=gpu, gpu_count=gpu_count):
+        if record.params["mode"] == "graph":
+            common = tuple(sorted((k, v) for k, v in record.params.items() if k not in OWN))
+            settings.setdefault((record.params["layers"], record.backend, common), []).append(record)
+    best = max(settings, key=lambda key: (key[0], len(settings[key])), default=None)
+
+    def place(key: tuple[str, str, str]) -> tuple:
+        case, way, agree = key
+        return batches(case), list(WAYS).index(way), WAYS[way].index(agree)
+
+    found = by_case(settings[best]) if best else {}
+    return {key: found[key] for key in sorted(found, key=place)}
 
 
 def lessons(cases: Cases) -> list[str]:
@@ -193,7 +205,7 @@ def lessons(cases: Cases) -> list[str]:
         return []
     most = max((key for key in cases if key[1] == "padded"), key=lambda key: _padding(cases, key))
     own, said = cases[most[0], "own", "none"], []
-    for key in sorted(key for key in cases if key[:2] == most[:2]):
+    for key in (key for key in cases if key[:2] == most[:2]):
         padded = cases[key]
         by = f", agreed by the {key[2]}" if len({k[2] for k in cases if k[1] == "padded"}) > 1 else ""
         said.append(

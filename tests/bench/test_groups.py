@@ -134,15 +134,29 @@ def test_what_ranks_report_becomes_records():
     assert (step.params["batches"], step.params["mode"], step.params["layers"]) == ("1,2", "graph", 5)
 
 
-def test_recorded_takes_graphs_of_the_deepest_model(tmp_path):
+def test_recorded_is_one_setting_with_graphs_in_order(tmp_path):
     said = (0, {"backend": "nvshmem", "max_tokens": 128})
-    store, both = Store(tmp_path, package=False), lambda us: [(rank, event("step", [us])) for rank in (0, 1)]
-    for layers, graph, us in ((4, True, 1.0), (8, True, 2.0), (9, False, 3.0)):
-        setting = groups.setting([(1, 2)], model="deepseek-v3", layers=layers, device="cuda", graph=graph)
-        for record in groups.records([said, *both(us)], setting, HERE):
+    store = Store(tmp_path, package=False)
+
+    def put(layers, graph, us, batches=(1, 2), way="own", agree="none", **asked):
+        setting = groups.setting(
+            [(1, 2), (16, 3)], model="deepseek-v3", layers=layers, device="cuda", graph=graph, **asked
+        )
+        events = [said, *((rank, event("step", [us], way, agree, batches=batches)) for rank in (0, 1))]
+        for record in groups.records(events, setting, HERE):
             store.append(record)
+
+    put(4, True, 1.0)
+    put(9, False, 3.0)
+    put(8, True, 9.0, overlap="microbatch")  # fewer records than the next
+    put(8, True, 5.0, (16, 3))
+    for way, agree, us in (("padded", "device", 4.0), ("padded", "host", 3.0), ("own", "none", 2.0)):
+        put(8, True, us, (1, 2), way, agree)
     found = groups.recorded(store, "NVIDIA H200", 2)
-    assert {key: at["step"].p50 for key, at in found.items()} == {("1,2", "own", "none"): 2.0}
+    assert [(key, at["step"].p50) for key, at in found.items()] == [
+        (("1,2", "own", "none"), 2.0), (("1,2", "padded", "host"), 3.0), (("1,2", "padded", "device"), 4.0),
+        (("16,3", "own", "none"), 5.0),
+    ]  # fmt: skip
     assert groups.recorded(store, "NVIDIA H200", 4) == {}
 
 
