@@ -43,9 +43,12 @@ def test_what_it_says(run):
     text = said(run(NAME)[0])
     assert "A step of DeepSeek-V3 walks **1,141 stages**" in text
     # Four tokens, four experts each, in four layers; three requests padded to six places.
-    assert "On this CPU, 1 and 3 requests: padded, the groups compute 6 rows a step instead of 4" in text
+    assert (
+        "On this CPU, which the ranks share, 1 and 3 requests: padded, the groups compute 6 rows a step instead of 4"
+        in text
+    )
     assert "the experts receive 64 either way" in text
-    assert "On this CPU, 2 and 2 requests: nothing is padded" in text
+    assert "On this CPU, which the ranks share, 2 and 2 requests: nothing is padded" in text
     assert "86 % of the places are padding for 7 × 1 and 64 requests" in text
     own, padded = map(
         float, re.search(r"own rows for ([\d.]+) ms in its own size and for\s+([\d.]+) ms", text).groups()
