@@ -155,7 +155,8 @@ def params(setting: Setting, batches: Sequence[int], way: str, agree: str, max_t
 
 
 def lanes(events: Events, batches: Sequence[int], way: str) -> list[Lane]:
-    """One step of each group in this case, of several the one of middle length; [] where none was timed by stages."""
+    """One step of each group in this case, of several the shortest, which other programs disturbed least; [] where none
+    was timed by stages."""
     repeats: dict[int, list[dict[str, Any]]] = {}
     for _, event in events:
         if "lane" in event and (event["batches"], event["way"]) == (list(batches), way):
@@ -168,8 +169,7 @@ def lanes(events: Events, batches: Sequence[int], way: str) -> list[Lane]:
                  [Block(what, start - begin, end - begin) for what, start, end in event["lane"]])
             for event in sorted(step, key=lambda event: event["group"])
         ])  # fmt: skip
-    steps.sort(key=lambda step: max(lane.end_us for lane in step))
-    return steps[len(steps) // 2] if steps else []
+    return min(steps, key=lambda step: max(lane.end_us for lane in step), default=[])
 
 
 def by_case(records: Iterable[Record]) -> Cases:

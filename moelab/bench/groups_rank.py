@@ -36,7 +36,7 @@ from moelab.model.random_weights import RandomWeights
 TIMED_US = 400e3  # of a way
 WARMUP = {"cuda": 5, "cpu": 2}
 STEPS = {"cuda": (20, 200), "cpu": (9, 25)}
-TIMELINES = 3  # steps whose stages are timed, on the CPU
+TIMELINES = 5  # steps whose stages are timed, on the CPU
 
 
 @torch.no_grad()

@@ -166,8 +166,8 @@ def lane(repeat, group, start, end, way="own"):
             "lane": blocks}  # fmt: skip
 
 
-def test_the_step_that_is_drawn_is_of_middle_length():
-    ends = {0: 130.0, 1: 110.0, 2: 190.0}
+def test_the_step_that_is_drawn_is_the_shortest():
+    ends = {0: 140.0, 1: 130.0, 2: 190.0}
     events = [(g, lane(repeat, g, 100.0 + g, end - g)) for repeat, end in ends.items() for g in (1, 0)]
     events.append((0, lane(0, 0, 0.0, 5.0, "padded")))
     first, second = groups.lanes(events, (1, 2), "own")
