@@ -37,7 +37,7 @@ class Output:
     """What a step comes to; of a captured one, in memory that its next replay overwrites."""
 
     hidden: Tensor  # [T, H], normed
-    idle: Tensor | bool | None  # whether no DP group has requests; a tensor, int32 [1]: the device knows
+    idle: Tensor | bool | None = None  # whether no DP group has requests; a tensor, int32 [1]: the device knows
     best: Tensor | None = None  # int64 [T], the likeliest token; where it is not there it is found for what asks
 
     def opinions(self, model: DeepSeek, rows: list[tuple[Sequence, list[int]]]) -> list[Opinion]:

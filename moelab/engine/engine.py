@@ -182,7 +182,9 @@ class Engine:
     def _run(self, batch: Batch, observe: Observe | None) -> Output:
         state = self.model.begin(batch, self.cache.rows)
         run_layers(self.model, state, self.overlap, observe)
-        return Output(self.model.finish(state), state.idle)
+        # A copy: the exchanges of a draft pass write theirs to the same place, and an empty pass says that it is idle.
+        idle = state.idle.clone() if isinstance(state.idle, torch.Tensor) else state.idle
+        return Output(self.model.finish(state), idle)
 
     def _forward(self, pieces: list[Piece]) -> tuple[Output, list[int]]:
         """The step's output, and the first row of each piece."""

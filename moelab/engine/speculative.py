@@ -182,7 +182,7 @@ class Drafter:
         model = self.model
         state = model.begin(batch, self.cache, self.mtp.project(model.embed(batch.tokens), hidden))
         run_moe_layers([self.mtp.layer], state, self.overlap, observe, first=len(model.moe_layers))
-        return Output(self.mtp.finish(state), state.idle)
+        return Output(self.mtp.finish(state))
 
     def _wanted(self, sequence: Sequence) -> int:
         """None in the middle of a prompt; never more than leave room for the token that follows them."""

@@ -132,12 +132,13 @@ class Loads(Timeline):
             self.rows.append(int(state.counts.sum()))
 
 
-def text_of_rank(rank, folder: str, dp: int, tp: int, options: dict, prompts):
+def text_of_rank(rank, folder: str, dp: int, tp: int, options: dict, prompts, temperature: float = 0.0):
     parallel = ParallelConfig(dp, tp)
     model = DeepSeek.load(folder, parallel, 16, rank=rank.index, group=rank.groups[parallel.ep])
     engine = Engine(model, cache_tokens=1024, **options)
     mine = prompts[parallel.dp_group(rank.index)]
-    requests = [engine.add(i, prompt, Sampling(3 + 4 * i)) for i, prompt in enumerate(mine)]
+    sampling = [Sampling(3 + 4 * i, temperature, SEED) for i in range(len(mine))]
+    requests = [engine.add(i, prompt, how) for i, (prompt, how) in enumerate(zip(mine, sampling, strict=True))]
     steps = 0
     while not engine.all_idle:
         engine.step()
@@ -165,6 +166,16 @@ def test_every_group_has_its_own_size_and_all_stop_together(pools, model, folder
         mine = prompts[rank // tp]
         plain, _, _ = texts(model, mine, [3 + 4 * i for i in range(len(mine))])
         assert found == plain, rank
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1])
+def test_an_idle_group_beside_sampled_requests_stops_with_them(pools, folder, draft_tokens):
+    """Their first pass of drafts comes after the verdict and may be empty; an idle group's came before. What it says of
+    who has work must not take the place of what the step itself said."""
+    options = dict(draft_tokens=draft_tokens, batch_sizes=(1, 2))
+    prompts = [[], random_prompts(5)]
+    results = pools("emulated").run(text_of_rank, str(folder), 2, 1, options, prompts, 0.9, ranks=2)
+    assert results[0][1] == results[1][1] and [len(text) for text in results[1][0]] == [3]
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
