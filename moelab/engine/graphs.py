@@ -24,7 +24,7 @@ from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
 from moelab.ops.mla_decode import MAX_Q_LEN, MlaDecode
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 def sizes_up_to(most: int) -> tuple[int, ...]:
