@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,16 @@ class Launch:
     micro_batch: int
     layer: int
     stage: Stage
+
+
+class Span(NamedTuple):
+    """When a launch ran, measured or modelled: us since the first began."""
+
+    micro_batch: int
+    layer: int
+    stage: str
+    start_us: float
+    end_us: float
 
 
 def no_overlap(num_layers: int) -> Iterator[Launch]:

@@ -53,6 +53,20 @@ def said(executed) -> str:
     return "\n".join([*printed, *outputs(executed, "text/html"), *outputs(executed, "text/markdown")])
 
 
+def check(executed, done, figures: int) -> None:
+    """That a notebook ran without a word on stderr, drew its figures, left a page, and closes with its provenance."""
+    assert not errors(executed)
+    assert len(outputs(executed, "image/png")) == figures
+    assert done.html.stat().st_size > 100_000
+    footer = executed.cells[-1].outputs[-1]["data"]["text/html"]
+    assert "moelab " in footer and "commit " in footer
+    # A forgotten semicolon shows an axes' repr or limits under the figure.
+    stray = [
+        x for x in outputs(executed, "text/plain") if re.match(r"None|\(|<?(np\.float|matplotlib|Text|Axes|\[)", x)
+    ]
+    assert not stray
+
+
 def errors(executed) -> list[str]:
     streams = [o for cell in executed.cells for o in cell.get("outputs", [])]
     return [o.get("text", "error") for o in streams if o["output_type"] == "error" or o.get("name") == "stderr"]
@@ -61,15 +75,7 @@ def errors(executed) -> list[str]:
 @pytest.mark.parametrize("name", SMALL)
 def test_runs(run, name):
     executed, done, _ = run(name)
-    assert not errors(executed)
-    figures = {"00_start_here": 4, "01_parallelism": 8, "03_all_to_all": 11}[name]
-    assert len(outputs(executed, "image/png")) == figures
-    assert done.html.stat().st_size > 100_000
-    footer = executed.cells[-1].outputs[-1]["data"]["text/html"]
-    assert "moelab " in footer and "commit " in footer
-    # A forgotten semicolon shows an axes' repr or limits under the figure.
-    stray = [x for x in outputs(executed, "text/plain") if re.match(r"\(?<?(np\.float|matplotlib|Text|Axes|\[)", x)]
-    assert not stray
+    check(executed, done, figures={"00_start_here": 4, "01_parallelism": 8, "03_all_to_all": 11}[name])
 
 
 def test_every_notebook_is_here():

@@ -10,7 +10,7 @@ import pytest
 from moelab import notebook
 from moelab.results import Store
 from tests.bench.test_decode_study import put
-from tests.test_notebooks import errors, outputs, runner, said
+from tests.test_notebooks import check, errors, outputs, runner, said
 
 SMALL = {
     "04_overlap": {"batches": [4, 32, 128], "requests": 2, "prompt_tokens": 12, "steps": 3, "records": "own"},
@@ -28,13 +28,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("name", SMALL)
 def test_runs(run, name):
     executed, done, _ = run(name)
-    assert not errors(executed)
-    assert len(outputs(executed, "image/png")) == FIGURES[name]
-    assert done.html.stat().st_size > 100_000
-    footer = executed.cells[-1].outputs[-1]["data"]["text/html"]
-    assert "moelab " in footer and "commit " in footer
-    stray = [x for x in outputs(executed, "text/plain") if re.match(r"\(?<?(np\.float|matplotlib|Text|Axes|\[|\()", x)]
-    assert not stray
+    check(executed, done, FIGURES[name])
 
 
 def test_overlap(run):

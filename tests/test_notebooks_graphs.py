@@ -12,7 +12,7 @@ from moelab.bench import groups
 from moelab.results import Provenance, Store
 from tests.bench.test_groups import event
 from tests.bench.test_step_host import put
-from tests.test_notebooks import errors, outputs, runner, said
+from tests.test_notebooks import check, errors, outputs, runner, said
 
 NAME = "09_cuda_graphs"
 SMALL = {"batches_by_group": ["1,3", "2,2"], "kv_len": 40, "host_batches": [1, 3], "repeats": 2, "records": "own"}
@@ -26,14 +26,7 @@ def run(tmp_path_factory):
 
 def test_runs(run):
     executed, done, folder = run(NAME)
-    assert not errors(executed)
-    assert done.html.stat().st_size > 100_000
-    footer = executed.cells[-1].outputs[-1]["data"]["text/html"]
-    assert "moelab " in footer and "commit " in footer
-    stray = [
-        x for x in outputs(executed, "text/plain") if re.match(r"None|\(|<?(np\.float|matplotlib|Text|Axes|\[)", x)
-    ]
-    assert not stray
+    check(executed, done, figures=4)
     store = Store(folder / "own", package=False)
     assert {r.clock for r in store.records("groups") if r.unit == "us"} == {"wall"}
     assert len(store.records("step_host")) == 2 * (3 + 4 + 2 * 2)

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from moelab.bench.options import (
+    AsJson,
+    Device,
+    DraftTokens,
+    Graph,
+    KvDtype,
+    KvLen,
+    Layers,
+    Model,
+    Overlap,
+    Records,
+    Tp,
+)
 
 
 def groups(
@@ -17,31 +31,17 @@ def groups(
             help="Requests of each DP group, one number a group, 0: idle; repeatable, with as many groups.",
         ),
     ],
-    model: Annotated[
-        str,
-        typer.Option("--model", metavar="NAME|DIR", help="deepseek-v3 (random weights), tinyseek, or a checkpoint."),
-    ] = "deepseek-v3",
-    tp: Annotated[int, typer.Option("--tp", help="Ranks per DP group, which share its attention.")] = 1,
-    draft_tokens: Annotated[int, typer.Option("--draft-tokens", help="MTP drafts that a step verifies.")] = 0,
-    kv_len: Annotated[int, typer.Option("--kv-len", help="Tokens in a request's cache, the step's included.")] = 4096,
-    kv_dtype: Annotated[Literal["bf16", "fp8"], typer.Option("--kv-dtype", help="Of the cache on a GPU.")] = "bf16",
-    overlap: Annotated[
-        Literal["none", "dispatch", "microbatch"],
-        typer.Option("--overlap", help="What runs while an exchange is in flight; see moelab/stages.py."),
-    ] = "none",
-    layers: Annotated[
-        int | None, typer.Option("--layers", help="Of the model, the dense ones first; random weights only. [all]")
-    ] = None,
-    graph: Annotated[
-        bool | None, typer.Option("--graph/--eager", help="CUDA graphs, or calls by the host. [graphs on a GPU]")
-    ] = None,
-    device: Annotated[
-        Literal["cuda", "cpu"] | None, typer.Option("--device", help="[cuda where there is a GPU]")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")] = False,
-    records: Annotated[
-        Path, typer.Option("--records", metavar="DIR", help="Folder the records are appended to.")
-    ] = Path("records"),
+    model: Model = "deepseek-v3",
+    tp: Tp = 1,
+    draft_tokens: DraftTokens = 0,
+    kv_len: KvLen = 4096,
+    kv_dtype: KvDtype = "bf16",
+    overlap: Overlap = "none",
+    layers: Layers = None,
+    graph: Graph = None,
+    device: Device = None,
+    as_json: AsJson = False,
+    records: Records = Path("records"),
 ) -> None:
     """Time decode steps of DP groups with different batches, in two ways.
 

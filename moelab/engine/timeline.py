@@ -9,22 +9,11 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
 from moelab.model.batch import State
-from moelab.stages import Launch
-
-
-class Span(NamedTuple):
-    """One stage's time, us since the step began. `layer` as the executor counts: 0 is the first MoE layer."""
-
-    micro_batch: int
-    layer: int
-    stage: str
-    start_us: float
-    end_us: float
+from moelab.stages import Launch, Span
 
 
 class Timeline:

@@ -18,20 +18,10 @@ from moelab.perf.fabric import Exchange
 from moelab.perf.kernels import Kernels
 from moelab.perf.overlap import SETTLED, MicroBatch
 from moelab.perf.tables import Tables, load
-from moelab.stages import SCHEDULES
+from moelab.stages import SCHEDULES, Span
 
 SENDS = {"dispatch_send": "Dispatch", "combine_send": "Combine"}
 RECEIVES = {"dispatch_recv": "Dispatch", "combine_recv": "Combine"}
-
-
-class Span(NamedTuple):
-    """One stage on the GPU, us since the first began; a receive's span is its waiting and its kernel."""
-
-    micro_batch: int
-    layer: int
-    stage: str
-    start_us: float
-    end_us: float
 
 
 class Flight(NamedTuple):

@@ -31,7 +31,7 @@ def test_first_layer_by_hand(tiny_checkpoint, monkeypatch):
         returned.append(ids)
         return ids, weights
 
-    monkeypatch.setattr("moelab.model.moe.route", spy)
+    monkeypatch.setattr("moelab.model.arithmetic.route", spy)
     (ids,) = capture_routing(load_alone(tiny_checkpoint, 64), [torch.randint(0, 320, (20,)).tolist()])
     assert torch.equal(ids, torch.stack(returned))
 
