@@ -19,11 +19,10 @@ from moelab.bench.decode_setting import Setting
 from moelab.bench.decode_timer import Ranks
 from moelab.bench.groups import WAYS
 from moelab.bench.launches import launches
-from moelab.bench.step_host import body
 from moelab.bench.timer import BenchError
 from moelab.comm.choice import default_group
 from moelab.engine.attention import decode_for
-from moelab.engine.decode import Inputs
+from moelab.engine.decode import Inputs, decode_body
 from moelab.engine.graphs import DecodeGraphs
 from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
 from moelab.engine.memory import available_bytes
@@ -202,5 +201,5 @@ def _graphs(setting: Setting, model: DeepSeek) -> DecodeGraphs:
 
     decode = decode_for(model, pages_for(setting.kv_len) * PAGE_SIZE, setting.q_len, fp8)
     inputs = Inputs(max(setting.batches), setting.q_len, device)
-    step = body(model, cache.rows, setting.overlap)
+    step = decode_body(model, cache.rows, setting.overlap)
     return DecodeGraphs(step, inputs, setting.batches, setting.overlap == "microbatch", decode, setting.graph)

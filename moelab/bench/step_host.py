@@ -26,13 +26,12 @@ from moelab.bench.decode_rank import fill
 from moelab.bench.launches import Counter
 from moelab.engine.attention import decode_for
 from moelab.engine.batch import choose, lay_out, pieces_of
-from moelab.engine.decode import Body, Inputs, Output
-from moelab.engine.executor import Observe, run_layers
+from moelab.engine.decode import Inputs, Output, decode_body
+from moelab.engine.executor import Observe
 from moelab.engine.graphs import DecodeGraphs
-from moelab.engine.kv_cache import PAGE_SIZE, LayerCaches, PagedCache, pages_for
+from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
 from moelab.engine.sequence import Sampling
 from moelab.engine.sequence import Sequence as Request
-from moelab.model.batch import Batch
 from moelab.model.deepseek import DeepSeek
 from moelab.results import Provenance, Record
 
@@ -40,18 +39,6 @@ BENCH = "step_host"
 PARTS = ("choose", "lay out", "plan", "run")
 SHAPES = ("anew", "fixed")
 WARMUP = 2
-
-
-def body(model: DeepSeek, caches: LayerCaches, overlap: str) -> Body:
-    """A step of the main model, from tokens to the likeliest next ones, as the engine runs it."""
-
-    def run(batch: Batch, observe: Observe | None) -> Output:
-        state = model.begin(batch, caches)
-        run_layers(model, state, overlap, observe)
-        hidden = model.finish(state)
-        return Output(hidden, state.idle, best=model.logits(hidden).argmax(-1))
-
-    return run
 
 
 class _Timed:
@@ -78,7 +65,7 @@ class _Steps:
             model.num_caches, batch * each, model.config.latent_dim, model.arithmetic.dtype, model.embed_w.device
         )
         fill(self.cache.rows, seed)
-        self.body = body(model, self.cache.rows, "none")
+        self.body = decode_body(model, self.cache.rows, "none")
         source = torch.Generator().manual_seed(seed)
         pages = torch.randperm(batch * each, generator=source).view(batch, each).tolist()
         tokens = torch.randint(model.config.vocab_size, (batch, kv_len), generator=source).tolist()

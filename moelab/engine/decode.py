@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from moelab.engine.batch import Piece
-from moelab.engine.executor import Observe
-from moelab.engine.kv_cache import PAGE_SIZE
+from moelab.engine.executor import Observe, run_layers
+from moelab.engine.kv_cache import PAGE_SIZE, LayerCaches
 from moelab.engine.sampler import Opinion, opinions
 from moelab.engine.sequence import Sequence
 from moelab.model.batch import Batch
@@ -59,6 +59,28 @@ class Output:
 
 
 Body = Callable[[Batch, Observe | None], Output]
+
+
+def run_model(
+    model: DeepSeek, caches: LayerCaches, overlap: str, batch: Batch, observe: Observe | None = None
+) -> Output:
+    """A batch through the main model, from tokens to normed hidden states. Collective."""
+    state = model.begin(batch, caches)
+    run_layers(model, state, overlap, observe)
+    # A copy: the exchanges of a draft pass write theirs to the same place, and an empty pass says that it is idle.
+    idle = state.idle.clone() if isinstance(state.idle, Tensor) else state.idle
+    return Output(model.finish(state), idle)
+
+
+def decode_body(model: DeepSeek, caches: LayerCaches, overlap: str) -> Body:
+    """The main model's step of known shape, to the likeliest next token of each row."""
+
+    def body(batch: Batch, observe: Observe | None) -> Output:
+        output = run_model(model, caches, overlap, batch, observe)
+        output.best = model.logits(output.hidden).argmax(-1)
+        return output
+
+    return body
 
 
 class Inputs:

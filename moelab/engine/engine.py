@@ -20,15 +20,14 @@ import torch
 from moelab.config import ConfigError, MoelabError
 from moelab.engine.attention import decode_for
 from moelab.engine.batch import MAX_ABSORBED_Q_LEN, Piece, choose, lay_out, pieces_of
-from moelab.engine.decode import Body, Inputs, Output
-from moelab.engine.executor import Observe, check_overlap, run_layers
+from moelab.engine.decode import Body, Inputs, Output, decode_body, run_model
+from moelab.engine.executor import check_overlap
 from moelab.engine.graphs import DecodeGraphs, uncapturable
 from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
 from moelab.engine.sampler import Opinion
 from moelab.engine.sequence import Sampling, Sequence
 from moelab.engine.speculative import Acceptance, Drafter, verify
 from moelab.engine.timeline import Timeline
-from moelab.model.batch import Batch
 from moelab.model.deepseek import DeepSeek
 
 
@@ -168,30 +167,19 @@ class Engine:
             decode = decode_for(self.model, max_kv_len, inputs.q_len, fp8_cache)
             return DecodeGraphs(body, inputs, sizes, self.overlap == "microbatch", decode, capture, pool)
 
-        graphs = make(Inputs(sizes[-1], self.q_len, self.device), self._decode)
+        body = decode_body(self.model, self.cache.rows, self.overlap)
+        graphs = make(Inputs(sizes[-1], self.q_len, self.device), body)
         if self.drafter is not None:
             self.drafter.use_graphs(sizes, make)
         return graphs
-
-    def _decode(self, batch: Batch, observe: Observe | None) -> Output:
-        """A step of known shape, from tokens to what the model thinks comes next."""
-        output = self._run(batch, observe)
-        output.best = self.model.logits(output.hidden).argmax(-1)
-        return output
-
-    def _run(self, batch: Batch, observe: Observe | None) -> Output:
-        state = self.model.begin(batch, self.cache.rows)
-        run_layers(self.model, state, self.overlap, observe)
-        # A copy: the exchanges of a draft pass write theirs to the same place, and an empty pass says that it is idle.
-        idle = state.idle.clone() if isinstance(state.idle, torch.Tensor) else state.idle
-        return Output(self.model.finish(state), idle)
 
     def _forward(self, pieces: list[Piece]) -> tuple[Output, list[int]]:
         """The step's output, and the first row of each piece."""
         if self.graphs is not None and self.graphs.serves(pieces):
             return self.graphs.run(pieces, observe=self.timeline)
         batch = lay_out(pieces, self.device, bool(pieces), self.max_absorbed_q_len)
-        return self._run(batch, self.timeline), [0, *accumulate(len(p.tokens) for p in pieces)][: len(pieces)]
+        output = run_model(self.model, self.cache.rows, self.overlap, batch, self.timeline)
+        return output, [0, *accumulate(len(p.tokens) for p in pieces)][: len(pieces)]
 
     def _room(self, sequence: Sequence) -> int:
         """Rows of cache it may come to need. A step of fixed shape fills it up behind its last token."""
