@@ -81,7 +81,7 @@ def measure(context, job: dict[str, Any]) -> None:
     fp8 = torch.float8_e4m3fn if setting.kv_dtype == "fp8" else None
     engine = Engine(
         model, cache_tokens, setting.overlap, setting.draft_tokens, batch_sizes=batches, capture=setting.graph,
-        cache_dtype=fp8,
+        cache_dtype=fp8, max_kv_len=setting.kv_len,
     )  # fmt: skip
     fill(engine.cache.rows, setting.seed)
     for batch in sorted(batches, reverse=True):

@@ -53,15 +53,17 @@ class Engine:
         batch_sizes: Iterable[int] = (),
         capture: bool = True,
         cache_dtype: torch.dtype | None = None,
+        max_kv_len: int | None = None,
     ):
         """`cache_tokens`: what the cache holds. A step takes as many tokens as the model's exchange was made for.
 
         The same on every rank: `overlap`, none, dispatch or microbatch (`moelab.stages`); `draft_tokens`, how many the
         MTP layer drafts in a step (`moelab.engine.speculative`); `batch_sizes`, of the decode steps with a fixed shape,
         none if empty. On a GPU those are captured in CUDA graphs, unless `capture` is False; the construction is then
-        collective. `cache_dtype`: float8_e4m3fn, or by default the model's. With a `Timeline` set as `timeline`, the
-        stages of each step are recorded in it, and no graph is replayed. Before the first exchange ranks compare these
-        settings, and where they differ all raise `ConfigError`.
+        collective. `cache_dtype`: float8_e4m3fn, or by default the model's. `max_kv_len`: tokens of the longest
+        request, by default all that the cache holds; steps of fixed shape keep a page table of it for each request. With a
+        `Timeline` set as `timeline`, the stages of each step are recorded in it, and no graph is replayed. Before the
+        first exchange ranks compare these settings, and where they differ all raise `ConfigError`.
         """
         check_overlap(overlap)
         if draft_tokens < 0:
@@ -75,6 +77,8 @@ class Engine:
             cache_dtype or model.arithmetic.dtype,
             self.device,
         )
+        held = self.cache.num_pages * PAGE_SIZE
+        self.max_kv_len = min(held, max_kv_len or held)
         self.drafter = Drafter(model, self.cache.rows, draft_tokens, overlap) if draft_tokens else None
         self.acceptance = Acceptance.none(draft_tokens)
         self.q_len = 1 + draft_tokens
@@ -105,6 +109,11 @@ class Engine:
             raise MoelabError(f"token id {bad[0]} is outside the vocabulary of {self.model.config.vocab_size}")
         if pages_for(self._room(sequence)) > self.cache.num_pages:
             self.cache.take(self._room(sequence))  # raises
+        if sequence.max_cached > self.max_kv_len:
+            raise MoelabError(
+                f"a request of {sequence.max_cached} tokens exceeds max_kv_len, {self.max_kv_len}: shorten it, or "
+                "construct the engine with more"
+            )
         self.waiting.append(sequence)
         return sequence
 
@@ -160,7 +169,7 @@ class Engine:
             )
         pool = torch.cuda.graph_pool_handle() if captures else None
         self._agree()
-        max_kv_len = min(config.max_position_embeddings + self.q_len, self.cache.num_pages * PAGE_SIZE)
+        max_kv_len = min(config.max_position_embeddings, self.max_kv_len) + self.q_len  # filled up behind its end
 
         def make(inputs: Inputs, body: Body) -> DecodeGraphs:
             fp8_cache = not isinstance(self.cache.rows, torch.Tensor)

@@ -39,7 +39,7 @@ def generate(context: Context, job: dict[str, Any]) -> None:
 
     group = parallel.dp_group(context.rank)
     mine = {i: ids for i, ids in enumerate(job["prompts"]) if i % parallel.dp == group}
-    cache_tokens = _cache_tokens(mine.values(), job["max_tokens"])
+    cache_tokens = _cache_tokens(mine.values(), job["max_tokens"] + job["draft_tokens"])
     config = ModelConfig.from_hf(job["folder"])
     arithmetic = _arithmetic(config, context.device)
     longest = max((len(ids) for ids in mine.values()), default=0) + job["max_tokens"]
@@ -52,8 +52,9 @@ def generate(context: Context, job: dict[str, Any]) -> None:
         group=default_group(parallel.ep, context.device), progress=progress,
     )  # fmt: skip
     engine = Engine(
-        model, cache_tokens, job["overlap"], job["draft_tokens"], batch_sizes=_batch_sizes(model, parallel, job)
-    )
+        model, cache_tokens, job["overlap"], job["draft_tokens"], batch_sizes=_batch_sizes(model, parallel, job),
+        max_kv_len=longest,
+    )  # fmt: skip
     sampling = Sampling(job["max_tokens"], job["temperature"], job["seed"])
     for number, ids in mine.items():
         engine.add(number, ids, sampling)
@@ -96,5 +97,6 @@ def _batch_sizes(model: DeepSeek, parallel: ParallelConfig, job: dict[str, Any])
 
 
 def _cache_tokens(prompts, max_tokens: int) -> int:
+    """For prompts and what follows them: new tokens, and drafts behind the last."""
     needs = [pages_for(len(ids) + max_tokens) * PAGE_SIZE for ids in prompts]
     return min(sum(needs), max(MAX_CACHE_TOKENS, *needs)) if needs else PAGE_SIZE

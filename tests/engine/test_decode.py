@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.config import ConfigError, ParallelConfig
+from moelab.config import ConfigError, MoelabError, ParallelConfig
 from moelab.engine.decode import DecodeStep, Output
 from moelab.engine.engine import Engine
 from moelab.engine.graphs import SIZES, DecodeGraphs, sizes_up_to, uncapturable
@@ -213,6 +213,16 @@ def test_sizes():
 def test_what_cannot_be_is_refused(model, options, message):
     with pytest.raises(ConfigError, match=message):
         Engine(model, **options)
+
+
+def test_a_request_longer_than_the_page_tables_is_refused(model):
+    engine = Engine(model, cache_tokens=1024, batch_sizes=(1,), max_kv_len=100)
+    with pytest.raises(MoelabError, match="a request of 109 tokens exceeds max_kv_len, 100: shorten it"):
+        engine.add(0, [5] * 80, Sampling(30))
+    request = engine.add(0, [5] * 80, Sampling(21))
+    for _ in engine.run():
+        pass
+    assert request.num_output == 21
 
 
 def test_what_cannot_be_captured_says_why_and_what_to_do(model):
