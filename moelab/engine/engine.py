@@ -61,9 +61,10 @@ class Engine:
         MTP layer drafts in a step (`moelab.engine.speculative`); `batch_sizes`, of the decode steps with a fixed shape,
         none if empty. On a GPU those are captured in CUDA graphs, unless `capture` is False; the construction is then
         collective. `cache_dtype`: float8_e4m3fn, or by default the model's. `max_kv_len`: tokens of the longest
-        request, by default all that the cache holds; steps of fixed shape keep a page table of it for each request. With a
-        `Timeline` set as `timeline`, the stages of each step are recorded in it, and no graph is replayed. Before the
-        first exchange ranks compare these settings, and where they differ all raise `ConfigError`.
+        request, by default all that the cache holds; steps of fixed shape keep a page table of it for each request.
+
+        With a `Timeline` set as `timeline`, the stages of each step are recorded in it, and no graph is replayed.
+        Before the first exchange ranks compare these settings, and where they differ all raise `ConfigError`.
         """
         check_overlap(overlap)
         if draft_tokens < 0:
