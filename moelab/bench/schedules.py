@@ -13,7 +13,7 @@ beside the Python around it, of which two halves have twice as much.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from statistics import median_low
@@ -98,8 +98,3 @@ def timeline(events: Events, overlap: str, rank: int = 0) -> list[Span]:
     spans = [Span(*span) for span in mine["spans"][typical] if span[1] >= 0]
     start = spans[0].start_us
     return [s._replace(start_us=s.start_us - start, end_us=s.end_us - start) for s in spans]
-
-
-def time_in(spans: Iterable[Span], stages: Iterable[str]) -> float:
-    """us that these stages took together."""
-    return sum(s.end_us - s.start_us for s in spans if s.stage in stages)
