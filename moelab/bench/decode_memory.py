@@ -53,9 +53,9 @@ def foreseen(setting: Setting, batch: int) -> Need:
 
 
 def _plan_bytes(setting: Setting) -> int:
-    """FlashInfer's workspaces: one for the main model's steps of all sizes, one for each shape of a draft pass."""
+    """FlashInfer's workspaces: one for steps of all sizes and the first draft pass, one for the passes after it."""
     flashinfer = decode_class(setting.device, setting.kv_dtype == "fp8") is FlashInferDecode
-    return (1 + min(2, setting.draft_tokens)) * WORKSPACE_BYTES if flashinfer else 0
+    return (2 if setting.draft_tokens > 1 else 1) * WORKSPACE_BYTES if flashinfer else 0
 
 
 def fitting(setting: Setting, capacity: float) -> tuple[int, ...]:

@@ -22,10 +22,11 @@ from moelab.bench.launches import launches
 from moelab.bench.timer import BenchError
 from moelab.comm.choice import default_group
 from moelab.engine.attention import decode_for
-from moelab.engine.decode import Inputs, decode_body
-from moelab.engine.graphs import DecodeGraphs
+from moelab.engine.decode import decode_body
+from moelab.engine.graphs import DecodeGraphs, places_for
 from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
 from moelab.engine.memory import available_bytes
+from moelab.engine.places import Inputs
 from moelab.engine.timeline import Timeline
 from moelab.model.arithmetic import Plain
 from moelab.model.block_fp8 import BlockFp8
@@ -202,4 +203,5 @@ def _graphs(setting: Setting, model: DeepSeek) -> DecodeGraphs:
     decode = decode_for(model, pages_for(setting.kv_len) * PAGE_SIZE, setting.q_len, fp8)
     inputs = Inputs(max(setting.batches), setting.q_len, device)
     step = decode_body(model, cache.rows, setting.overlap)
-    return DecodeGraphs(step, inputs, setting.batches, setting.overlap == "microbatch", decode, setting.graph)
+    places = places_for(inputs, setting.batches, setting.overlap == "microbatch", decode)
+    return DecodeGraphs(step, places, setting.graph)

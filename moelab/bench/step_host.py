@@ -26,10 +26,11 @@ from moelab.bench.decode_rank import fill
 from moelab.bench.launches import Counter
 from moelab.engine.attention import decode_for
 from moelab.engine.batch import choose, lay_out, pieces_of
-from moelab.engine.decode import Inputs, Output, decode_body
+from moelab.engine.decode import Output, decode_body
 from moelab.engine.executor import Observe
-from moelab.engine.graphs import DecodeGraphs
+from moelab.engine.graphs import DecodeGraphs, places_for
 from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
+from moelab.engine.places import Inputs
 from moelab.engine.sequence import Sampling
 from moelab.engine.sequence import Sequence as Request
 from moelab.model.deepseek import DeepSeek
@@ -80,7 +81,9 @@ class _Steps:
             self.timed.append(_Timed(make(requests)))
             return self.timed[-1]
 
-        self.graphs = DecodeGraphs(self.body, Inputs(batch, 1, model.embed_w.device), [batch], False, decode)
+        self.graphs = DecodeGraphs(
+            self.body, places_for(Inputs(batch, 1, model.embed_w.device), [batch], False, decode), False
+        )
 
     def prepared(self, shape: str) -> tuple[dict[str, float], Callable[[Observe | None], Output]]:
         """us of PARTS but the last, which is the second."""

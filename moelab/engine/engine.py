@@ -20,10 +20,11 @@ import torch
 from moelab.config import ConfigError, MoelabError
 from moelab.engine.attention import decode_for
 from moelab.engine.batch import MAX_ABSORBED_Q_LEN, Piece, choose, lay_out, pieces_of
-from moelab.engine.decode import Body, Inputs, Output, decode_body, run_model
+from moelab.engine.decode import Output, decode_body, run_model
 from moelab.engine.executor import check_overlap
-from moelab.engine.graphs import DecodeGraphs, uncapturable
+from moelab.engine.graphs import DecodeGraphs, places_for, uncapturable
 from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
+from moelab.engine.places import Inputs, Places
 from moelab.engine.sampler import Opinion
 from moelab.engine.sequence import Sampling, Sequence
 from moelab.engine.speculative import Acceptance, Drafter, verify
@@ -127,7 +128,7 @@ class Engine:
         most = None if self.graphs is None else self.graphs.max_batch
         pieces = pieces_of(choose(self.running, self.model.all_to_all.spec.max_tokens, most))
         output, first = self._forward(pieces)
-        ahead = self.drafter.follow(pieces, output, self.timeline) if self.drafter else None
+        ahead = self.drafter.follow(pieces, first, output, self.timeline) if self.drafter else None
         ends = [row + len(piece.tokens) for row, piece in zip(first, pieces, strict=True)]
         done = [(p, end) for p, end in zip(pieces, ends, strict=True) if _num_drafts(p) >= 0]  # not within a prompt
         rows = [(piece.sequence, list(range(end - 1 - _num_drafts(piece), end))) for piece, end in done]
@@ -172,15 +173,18 @@ class Engine:
         self._agree()
         max_kv_len = min(config.max_position_embeddings, self.max_kv_len) + self.q_len  # filled up behind its end
 
-        def make(inputs: Inputs, body: Body) -> DecodeGraphs:
-            fp8_cache = not isinstance(self.cache.rows, torch.Tensor)
-            decode = decode_for(self.model, max_kv_len, inputs.q_len, fp8_cache)
-            return DecodeGraphs(body, inputs, sizes, self.overlap == "microbatch", decode, capture, pool)
+        halves, fp8_cache = self.overlap == "microbatch", not isinstance(self.cache.rows, torch.Tensor)
 
-        body = decode_body(self.model, self.cache.rows, self.overlap)
-        graphs = make(Inputs(sizes[-1], self.q_len, self.device), body)
+        def places(q_len: int) -> list[Places]:
+            hidden = config.hidden_size if self.drafter else 0
+            inputs = Inputs(sizes[-1], q_len, self.device, hidden, self.model.arithmetic.dtype)
+            return places_for(inputs, sizes, halves, decode_for(self.model, max_kv_len, q_len, fp8_cache))
+
+        mine = places(self.q_len)
+        graphs = DecodeGraphs(decode_body(self.model, self.cache.rows, self.overlap), mine, capture, pool)
         if self.drafter is not None:
-            self.drafter.use_graphs(sizes, make)
+            one = places(1) if self.drafter.draft_tokens > 1 else None
+            self.drafter.use_graphs(mine, one, lambda body, mine: DecodeGraphs(body, mine, capture, pool))
         return graphs
 
     def _forward(self, pieces: list[Piece]) -> tuple[Output, list[int]]:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from moelab.config import ConfigError
 from moelab.engine.batch import Piece
-from moelab.engine.decode import Body, DecodeStep, Inputs, Output
+from moelab.engine.decode import Body, DecodeStep, Output
 from moelab.engine.executor import Observe
+from moelab.engine.places import Inputs, Places
 from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
 from moelab.ops.mla_decode import MAX_Q_LEN, MlaDecode
@@ -50,40 +51,34 @@ def uncapturable(model: DeepSeek) -> str | None:
     return None
 
 
-class DecodeGraphs:
-    """`body` for batches of up to max(sizes) requests with q_len tokens each. Collective: every rank makes it with the
-    same sizes, for each of which it runs once before it is captured."""
+def places_for(inputs: Inputs, sizes: Iterable[int], halves: bool, decode: Callable[[int], MlaDecode]) -> list[Places]:
+    """For batches of each of `sizes` requests and of none, the largest first. `decode(n)`: attention for n requests."""
+    sizes = sorted(sizes)
+    if sizes[0] < 0 or sizes[-1] < 1:
+        raise ConfigError(f"batch sizes are {sizes}: give positive numbers")
+    if inputs.q_len > MAX_Q_LEN:
+        raise ConfigError(
+            f"{inputs.q_len} tokens of a request in a step: attention takes at most {MAX_Q_LEN}, so draft at most "
+            f"{MAX_Q_LEN - 1}, or run without batch sizes"
+        )
+    return [Places(inputs, size, halves, decode) for size in sorted({0, *sizes}, reverse=True)]
 
-    def __init__(
-        self,
-        body: Body,
-        inputs: Inputs,
-        sizes: Iterable[int],
-        halves: bool,
-        decode: Callable[[int], MlaDecode],
-        capture: bool = True,
-        pool: object | None = None,
-    ) -> None:
-        """`decode(n)`: attention for n requests. `capture`: on a GPU; without it every step runs eagerly on the same
-        tensors. `pool`: of other graphs whose memory these may use, since no two run at the same time. What those put
-        out outlasts a run of these."""
-        self.inputs, self.sizes = inputs, sorted({0, *sizes})
-        if self.sizes[0] < 0 or self.sizes[-1] < 1:
-            raise ConfigError(f"batch sizes are {sorted(sizes)}: give positive numbers")
-        if inputs.q_len > MAX_Q_LEN:
-            raise ConfigError(
-                f"{inputs.q_len} tokens of a request in a step: attention takes at most {MAX_Q_LEN}, so draft at most "
-                f"{MAX_Q_LEN - 1}, or run without batch sizes"
-            )
-        self._steps: dict[int, DecodeStep] = {}
-        captures = capture and inputs.tokens.is_cuda
-        stream = torch.cuda.Stream() if captures else None
-        if captures and pool is None:
-            pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
-            step = self._steps[size] = DecodeStep(body, inputs, size, halves, decode)
-            if captures:
+
+class DecodeGraphs:
+    """`body` on each of `places`. Collective: every rank makes it with the same sizes, for each of which it runs once
+    before it is captured."""
+
+    def __init__(self, body: Body, places: Iterable[Places], capture: bool = True, pool: object | None = None) -> None:
+        """`places`: the largest first. `capture`: on a GPU; without it every step runs eagerly on the same tensors.
+        `pool`: of other graphs whose memory these may use, since no two run at the same time. What those put out
+        outlasts a run of these."""
+        self._steps = {mine.size: DecodeStep(body, mine) for mine in places}
+        self.sizes, self.inputs = sorted(self._steps), self._steps[0].places.inputs
+        if capture and self.inputs.tokens.is_cuda:
+            stream, pool = torch.cuda.Stream(), pool or torch.cuda.graph_pool_handle()
+            for step in self._steps.values():
                 step.capture(stream, pool)
+            torch.cuda.empty_cache()  # what the runs before each capture took: a replay has its own
 
     @property
     def max_batch(self) -> int:

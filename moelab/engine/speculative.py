@@ -20,7 +20,7 @@ none included. A request near its end has fewer drafts; it takes no part in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -29,10 +29,11 @@ import torch
 
 from moelab.config import ConfigError
 from moelab.engine.batch import Piece, lay_out
-from moelab.engine.decode import Body, Inputs, Output
+from moelab.engine.decode import Body, Output
 from moelab.engine.executor import Observe, run_moe_layers
 from moelab.engine.graphs import DecodeGraphs
 from moelab.engine.kv_cache import LayerCaches
+from moelab.engine.places import Inputs, Places
 from moelab.engine.sampler import DRAFT, VERIFY, Opinion, distribution, draw, generator, sample
 from moelab.engine.sequence import Sequence
 from moelab.model.batch import Batch
@@ -104,39 +105,48 @@ class Drafter:
         self.draft_tokens, self.overlap = draft_tokens, overlap
         self.graphs: dict[int, DecodeGraphs] = {}  # by the tokens that a request brings to a pass
 
-    def use_graphs(self, sizes: Iterable[int], make: Callable[[Inputs, Body], DecodeGraphs]) -> None:
-        """Take passes of known shape from graphs: the first, as many tokens of a request as the model confirms at most,
-        and those after it, of one token. Collective."""
-        config, device = self.model.config, self.model.embed_w.device
-        for q_len in {1 + self.draft_tokens, 1} if self.draft_tokens > 1 else {1 + self.draft_tokens}:
-            inputs = Inputs(max(sizes), q_len, device, config.hidden_size, self.model.arithmetic.dtype)
+    def use_graphs(
+        self,
+        first: list[Places],
+        later: list[Places] | None,
+        make: Callable[[Body, list[Places]], DecodeGraphs],
+    ) -> None:
+        """Take passes of known shape from graphs. `first`: the places of the model's own steps, on which the first pass
+        runs as well, for it reads the same positions. `later`: for one token of a request, None if there is but one
+        pass. Collective."""
+        for places in (first, later) if later else (first,):
+            inputs = places[0].inputs
 
             def body(batch: Batch, observe: Observe | None, inputs: Inputs = inputs) -> Output:
                 output = self._pass(batch, inputs.hidden[: batch.num_tokens], observe)
                 output.best = self.model.logits(output.hidden).argmax(-1)
                 return output
 
-            self.graphs[q_len] = make(inputs, body)
+            self.graphs[inputs.q_len] = make(body, places)
 
-    def follow(self, pieces: list[Piece], output: Output, observe: Observe | None = None) -> Ahead | None:
+    def follow(
+        self, pieces: list[Piece], first: list[int], output: Output, observe: Observe | None = None
+    ) -> Ahead | None:
         """The first pass behind the model's step of these pieces, without a look at what the step came to. Collective.
+        `first`: the first row of each piece.
 
         At temperature 0 the device knows as much as the host: the token after a row is the likeliest one, and a row
-        stands if its draft and all before it were that. So nothing waits between step and pass. None where the step was
-        not of fixed shape, a request is sampled or still in its prompt: then it is for `draft` to make the pass.
+        stands if its draft and all before it were that. So nothing waits between step and pass; places and attention's
+        plan are those of the step. None where the step was not of fixed shape, a request is sampled or still in its
+        prompt: then it is for `draft` to make the pass.
         """
         graphs = self.graphs.get(1 + self.draft_tokens)
         known = all(p.sequence.sampling.temperature == 0 and p.start == len(p.sequence.tokens) - 1 for p in pieces)
         if graphs is None or output.best is None or not known:
             return None
-        step, inputs = graphs.step(len(pieces)), graphs.inputs
-        first = step.fill(pieces)
-        rows, q_len = len(output.best), inputs.q_len
+        inputs, rows = graphs.inputs, len(output.best)
+        q_len = inputs.q_len
         drafts, likeliest = inputs.tokens[:rows].view(-1, q_len)[:, 1:], output.best.view(-1, q_len)[:, :-1]
         inputs.real[:rows].view(-1, q_len)[:, 1:] &= (drafts == likeliest).cumprod(-1).bool()
         inputs.tokens[:rows] = output.best
         inputs.hidden[:rows] = output.hidden
-        return Ahead(step.run(observe), {id(p.sequence): row for p, row in zip(pieces, first, strict=True)})
+        ran = graphs.step(len(pieces)).run(observe)
+        return Ahead(ran, {id(p.sequence): row for p, row in zip(pieces, first, strict=True)})
 
     def draft(
         self,

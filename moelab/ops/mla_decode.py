@@ -96,9 +96,10 @@ class MlaDecode(ABC):
         require(page_table.device.type == "cpu", "page_table's device", page_table.device, "cpu; plans are made there")
         columns = min(page_table.shape[1], self.max_pages)
         for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
-            require(1 <= q_len <= self.max_q_len, "q_lens", q_len, f"1 … max_q_len = {self.max_q_len}")
-            require(kv_len == 0 or kv_len >= q_len, "kv_lens", kv_len, f"0 or at least q_len = {q_len}")
-            require(num_pages(kv_len) <= columns, "kv_lens", kv_len, f"at most {columns} pages of {PAGE_SIZE}")
+            if not (1 <= q_len <= self.max_q_len and (kv_len == 0 or q_len <= kv_len <= columns * PAGE_SIZE)):
+                require(1 <= q_len <= self.max_q_len, "q_lens", q_len, f"1 … max_q_len = {self.max_q_len}")
+                require(kv_len == 0 or kv_len >= q_len, "kv_lens", kv_len, f"0 or at least q_len = {q_len}")
+                require(False, "kv_lens", kv_len, f"at most {columns} pages of {PAGE_SIZE}")
         self.kv_lens, self.q_lens = kv_lens, q_lens
         self._planned(page_table)
 

@@ -81,16 +81,18 @@ class FlashInferDecode(MlaDecode):
             kv_len_arr=ints(max_batch),
             backend="fa3",
         )
+        self._pages = torch.empty(max_batch * self.max_pages, dtype=torch.int32, pin_memory=True)
         self._copied = torch.cuda.Event()
 
     def _planned(self, page_table: Tensor) -> None:
         self._copied.synchronize()
         counts = [num_pages(n) for n in self.kv_lens]
         used = torch.arange(page_table.shape[1]) < torch.tensor(counts)[:, None]
+        pages = self._pages[: sum(counts)].copy_(page_table[used])  # pinned: a larger copy would wait for the GPU
         self._wrapper.plan(
             self._starts(self.q_lens),
             self._starts(counts),
-            page_table[used].to(torch.int32),
+            pages,
             self._padded(self.kv_lens),
             self.num_heads,
             LATENT_DIM,

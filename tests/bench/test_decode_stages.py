@@ -170,7 +170,7 @@ def test_two_drafts_have_passes_of_two_shapes(model):
     assert [(metric, params) for metric, params, *_ in got] == [
         ("step", {}), ("draft", {"of": "first"}), ("draft", {"of": "next"}),
     ]  # fmt: skip
-    assert run.drafts["first"].q_len == 3 and run.drafts["next"].q_len == 1
+    assert run.drafts["first"].places.q_len == 3 and run.drafts["next"].places.q_len == 1
 
 
 @pytest.mark.parametrize("overlap", ["none", "microbatch"])

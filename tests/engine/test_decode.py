@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from moelab.config import ConfigError, MoelabError, ParallelConfig
-from moelab.engine.decode import DecodeStep, Output
+from moelab.engine.decode import Output
 from moelab.engine.engine import Engine
 from moelab.engine.graphs import SIZES, DecodeGraphs, sizes_up_to, uncapturable
+from moelab.engine.places import Places
 from moelab.engine.sequence import Sampling
 from moelab.engine.speculative import Drafter
 from moelab.engine.timeline import Timeline
@@ -36,9 +37,9 @@ def model(folder):
 @pytest.fixture
 def ran(monkeypatch):
     """(size, requests) of every step of fixed shape that was filled."""
-    steps, fill = [], DecodeStep.fill
+    steps, fill = [], Places.fill
     monkeypatch.setattr(
-        DecodeStep, "fill", lambda self, pieces: steps.append((self.size, len(pieces))) or fill(self, pieces)
+        Places, "fill", lambda self, pieces: steps.append((self.size, len(pieces))) or fill(self, pieces)
     )
     return steps
 
