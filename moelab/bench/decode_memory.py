@@ -4,9 +4,11 @@ Foreseen: `moelab.engine.memory.need`; to "activations" belong attention's as we
 largest step. All captured steps, draft passes too, live in one pool. Measured, on a GPU:
 
     weights       bytes of the model's tensors
-    exchange      what torch allocated while the model was loaded, less those; and the window, which is not torch's
+    exchange      what torch allocated while the model was loaded, less those and the experts' scratch; and the window,
+                  which is not torch's
     KV cache      bytes of its tensors
-    activations   what torch reserved beside it while the engine was made and run, attention's buffers included
+    activations   the experts' scratch, and what torch reserved beside the cache while the engine was made and run,
+                  attention's buffers included
     total         what the device lost from before the model was loaded
 
 Of a CPU only the tensors that this process holds are known: weights and cache.
@@ -33,6 +35,7 @@ from moelab.engine.attention import decode_class
 from moelab.engine.kv_cache import PAGE_SIZE, pages_for
 from moelab.engine.memory import Need
 from moelab.model.block_fp8 import BlockFp8
+from moelab.model.deepseek import DeepSeek
 from moelab.ops.mla_flashinfer import WORKSPACE_BYTES, FlashInferDecode
 
 RESERVE = 0.005  # share of the free memory for graphs, loaded kernels and what falls between the blocks of a pool
@@ -115,11 +118,12 @@ class Measured:
         self._free = torch.cuda.mem_get_info(device)[0] if self._on_gpu else 0
         self._mark()
 
-    def loaded(self, model: object, window: int) -> None:
+    def loaded(self, model: DeepSeek, window: int) -> None:
         """The model is there; `window`: bytes of the exchange that are not torch's."""
         self.bytes["weights"] = sum(tensor.nbytes for tensor in tensors(model))
         if self._on_gpu:
-            self.bytes["exchange"] = self._grown() - self.bytes["weights"] + window
+            self._scratch = model.scratch.nbytes
+            self.bytes["exchange"] = self._grown() - self.bytes["weights"] - self._scratch + window
         self._mark()
 
     def ran(self, cache: object) -> None:
@@ -128,7 +132,7 @@ class Measured:
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             grown = torch.cuda.memory_reserved(self._device) - self._reserved
-            self.bytes["activations"] = grown - self.bytes["KV cache"]
+            self.bytes["activations"] = self._scratch + grown - self.bytes["KV cache"]
             self.bytes["total"] = self._free - torch.cuda.mem_get_info(self._device)[0]
 
     def _mark(self) -> None:

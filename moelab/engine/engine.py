@@ -22,7 +22,7 @@ from moelab.engine.attention import decode_for
 from moelab.engine.batch import MAX_ABSORBED_Q_LEN, Piece, choose, lay_out, pieces_of
 from moelab.engine.decode import Output, decode_body, run_model
 from moelab.engine.executor import check_overlap
-from moelab.engine.graphs import DecodeGraphs, places_for, uncapturable
+from moelab.engine.graphs import DecodeGraphs, Pool, places_for, uncapturable
 from moelab.engine.kv_cache import PAGE_SIZE, PagedCache, pages_for
 from moelab.engine.places import Inputs, Places
 from moelab.engine.sampler import Opinion
@@ -169,7 +169,7 @@ class Engine:
                 f"a batch of {sizes[-1]} requests with {self.q_len} tokens each exceeds the exchange's max_tokens, "
                 f"{spec.max_tokens}: give smaller batch sizes, or construct the model with more"
             )
-        pool = torch.cuda.graph_pool_handle() if captures else None
+        pool = Pool() if captures else None
         self._agree()
         max_kv_len = min(config.max_position_embeddings, self.max_kv_len) + self.q_len  # filled up behind its end
 

@@ -64,20 +64,28 @@ def places_for(inputs: Inputs, sizes: Iterable[int], halves: bool, decode: Calla
     return [Places(inputs, size, halves, decode) for size in sorted({0, *sizes}, reverse=True)]
 
 
+class Pool:
+    """Memory that captured steps share: only one of them runs at a time. What a capture gives back can be had again on
+    the stream that it was taken on, hence one stream for all."""
+
+    def __init__(self) -> None:
+        self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+
 class DecodeGraphs:
     """`body` on each of `places`. Collective: every rank makes it with the same sizes, for each of which it runs once
     before it is captured."""
 
-    def __init__(self, body: Body, places: Iterable[Places], capture: bool = True, pool: object | None = None) -> None:
+    def __init__(self, body: Body, places: Iterable[Places], capture: bool = True, pool: Pool | None = None) -> None:
         """`places`: the largest first. `capture`: on a GPU; without it every step runs eagerly on the same tensors.
         `pool`: of other graphs whose memory these may use, since no two run at the same time. What those put out
         outlasts a run of these."""
         self._steps = {mine.size: DecodeStep(body, mine) for mine in places}
         self.sizes, self.inputs = sorted(self._steps), self._steps[0].places.inputs
         if capture and self.inputs.tokens.is_cuda:
-            stream, pool = torch.cuda.Stream(), pool or torch.cuda.graph_pool_handle()
+            pool = pool or Pool()
             for step in self._steps.values():
-                step.capture(stream, pool)
+                step.capture(pool.stream, pool.handle)
             torch.cuda.empty_cache()  # what the runs before each capture took: a replay has its own
 
     @property

@@ -5,7 +5,8 @@
     KV cache     pages · 64 · layers · bytes of a row               whole on each TP rank, MTP's layer too
     exchange     slots · L · dp·M · (row + its scales), and what a backend has beside (`window_bytes`)
     activations  L · dp·M · (gate_up + act + output)                of one layer: each goes as soon as it is read, the
-                                                                    next layer's takes its place
+                                                                    next layer's takes its place; in block FP8 the
+                                                                    output stands where gate_up did
     attention    what `attention_bytes` counts, where it is asked for
 
 with L experts on the rank, M the most tokens of a DP group in a step. Small things (logits, the exchange's messages,
@@ -112,7 +113,7 @@ def need(
         weights=weight_bytes(config, parallel, arithmetic),
         kv_cache=pages_for(cache_tokens) * page,
         exchange=SLOTS * experts * _received(config, arithmetic, rows) + window_bytes,
-        activations=experts * rows * sum(expert_row(config, arithmetic)),
+        activations=experts * expert_bytes(config, arithmetic, rows),
         page=page,
         attention=attention,
     )
@@ -154,11 +155,12 @@ def _weight_bytes(config: ModelConfig, parallel: ParallelConfig, in_fp8: bool, i
     return total
 
 
-def expert_row(config: ModelConfig, arithmetic: Arithmetic) -> tuple[int, int, int]:
-    """Bytes of a row of gate_up, of act and of the experts' output, as a step makes them."""
+def expert_bytes(config: ModelConfig, arithmetic: Arithmetic, rows: int) -> int:
+    """What an expert computes in, with room for so many rows: gate_up, act and output (`moelab.model.scratch`)."""
     width, hidden, size = config.moe_intermediate_size, config.hidden_size, arithmetic.dtype.itemsize
-    act = width + 4 * num_blocks(width) if isinstance(arithmetic, BlockFp8) else width * size
-    return 2 * width * size, act, hidden * size
+    if not isinstance(arithmetic, BlockFp8):
+        return rows * (3 * width + hidden) * size
+    return rows * (max(2 * width, hidden) * size + width) + 4 * round_up(rows, 4) * num_blocks(width)
 
 
 def attention_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, tokens: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from moelab.config import ConfigError, ModelConfig
+from moelab.model.scratch import Scratch
 from moelab.model.weights import ALL, Source
 from moelab.ops.activation import silu_mul
 from moelab.ops.grouped_gemm import grouped_gemm
@@ -31,6 +32,7 @@ from moelab.ops.rope import apply_rope
 from moelab.ops.router import route
 
 if TYPE_CHECKING:
+    from moelab.comm.spec import ExchangeSpec
     from moelab.model.batch import State
 
 PAYLOAD = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -93,9 +95,12 @@ class Arithmetic(Protocol):
 
     def received(self, rows: Tensor, scales: Tensor | None) -> Rows: ...
 
-    def silu_mul(self, gate_up: Tensor, counts: Tensor | None = None) -> Rows: ...
+    def scratch(self, config: ModelConfig, spec: ExchangeSpec, device: torch.device | str) -> Scratch:
+        """What `silu_mul` and `grouped` take for `out`, for the rows that the exchange may bring."""
 
-    def grouped(self, x: Rows, weight: Weight, counts: Tensor, expected_m: int) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, counts: Tensor | None = None, out: Rows | None = None) -> Rows: ...
+
+    def grouped(self, x: Rows, weight: Weight, counts: Tensor, expected_m: int, out: Tensor | None = None) -> Tensor:
         """x [E/ep, M, K] with counts[e] rows -> [E/ep, M, N]; `expected_m`: about how many those are."""
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -170,10 +175,13 @@ class Plain:
     def received(self, rows: Tensor, scales: None) -> Tensor:
         return rows
 
-    def silu_mul(self, gate_up: Tensor, counts: Tensor | None = None) -> Tensor:
+    def scratch(self, config: ModelConfig, spec: ExchangeSpec, device: torch.device | str) -> Scratch:
+        return Scratch()
+
+    def silu_mul(self, gate_up: Tensor, counts: Tensor | None = None, out: None = None) -> Tensor:
         return silu_mul(gate_up)
 
-    def grouped(self, x: Tensor, weight: Tensor, counts: Tensor, expected_m: int) -> Tensor:
+    def grouped(self, x: Tensor, weight: Tensor, counts: Tensor, expected_m: int, out: None = None) -> Tensor:
         return grouped_gemm(x, weight, counts)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moelab.config import ConfigError, ModelConfig
 from moelab.model.arithmetic import routing
+from moelab.model.scratch import Scratch
 from moelab.model.weights import ALL, Source
 from moelab.ops.activation import silu_mul_quantize
 from moelab.ops.bmm import bmm, split_kv_b
@@ -31,6 +32,7 @@ from moelab.ops.rope_append import rope_append
 from moelab.ops.router import route_fused
 
 if TYPE_CHECKING:
+    from moelab.comm.spec import ExchangeSpec
     from moelab.model.batch import State
 
 SCALES = "column_tma"  # what the GEMMs read without a copy
@@ -123,11 +125,17 @@ class BlockFp8:
     def received(self, rows: Tensor, scales: Tensor) -> Fp8Rows:
         return Fp8Rows(rows, scales)
 
-    def silu_mul(self, gate_up: Tensor, counts: Tensor | None = None) -> Fp8Rows:
-        return Fp8Rows(*silu_mul_quantize(gate_up, counts, SCALES))
+    def scratch(self, config: ModelConfig, spec: ExchangeSpec, device: torch.device | str) -> Scratch:
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        return Scratch.block_fp8(spec.local_experts, spec.expert_rows, width, hidden, SCALES, device)
 
-    def grouped(self, x: Fp8Rows, weight: Quantized, counts: Tensor, expected_m: int) -> Tensor:
-        return grouped_gemm_fp8(x.pair, weight, counts, expected_m=expected_m)
+    def silu_mul(self, gate_up: Tensor, counts: Tensor | None = None, out: Quantized | None = None) -> Fp8Rows:
+        return Fp8Rows(*silu_mul_quantize(gate_up, counts, SCALES, out=out))
+
+    def grouped(
+        self, x: Fp8Rows, weight: Quantized, counts: Tensor, expected_m: int, out: Tensor | None = None
+    ) -> Tensor:
+        return grouped_gemm_fp8(x.pair, weight, counts, out, expected_m)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return wide_linear(hidden, weight)

@@ -16,6 +16,7 @@ from moelab.model.arithmetic import Arithmetic, Plain
 from moelab.model.batch import Batch, State
 from moelab.model.layer import DecoderLayer
 from moelab.model.mtp import MTP
+from moelab.model.scratch import Scratch
 from moelab.model.weights import Checkpoint, Source
 from moelab.ops.rope import cos_sin
 
@@ -28,6 +29,7 @@ class DeepSeek:
     parallel: ParallelConfig
     arithmetic: Arithmetic
     all_to_all: AllToAll
+    scratch: Scratch
     embed_w: torch.Tensor
     layers: list[DecoderLayer]
     norm_w: torch.Tensor
@@ -74,11 +76,12 @@ class DeepSeek:
             device=device,
             **arithmetic.exchange,
         )
+        scratch = arithmetic.scratch(config, all_to_all.spec, device)
         if tp_group is None:
             tp_group = TensorParallelGroup.create(parallel, rank, group)
         layers, total = [], config.num_hidden_layers + config.num_nextn_predict_layers
         for layer in range(total):
-            layers.append(DecoderLayer.load(source, arithmetic, layer, parallel, rank, all_to_all, tp_group))
+            layers.append(DecoderLayer.load(source, arithmetic, layer, parallel, rank, all_to_all, scratch, tp_group))
             progress(len(layers), total)
         mtp = MTP.load(source, layers.pop()) if config.num_nextn_predict_layers else None
         return cls(
@@ -86,6 +89,7 @@ class DeepSeek:
             parallel,
             arithmetic,
             all_to_all,
+            scratch,
             embed_w=source.tensor("model.embed_tokens.weight"),
             layers=layers,
             norm_w=source.tensor("model.norm.weight"),

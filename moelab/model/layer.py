@@ -17,6 +17,7 @@ from moelab.model.arithmetic import Arithmetic
 from moelab.model.batch import State
 from moelab.model.mla import Attention
 from moelab.model.moe import MLP, Dense, MoE
+from moelab.model.scratch import Scratch
 from moelab.model.weights import Source
 from moelab.stages import DENSE_LAYER, MOE_LAYER, Stage
 
@@ -42,12 +43,13 @@ class DecoderLayer:
         parallel: ParallelConfig,
         rank: int,
         all_to_all: AllToAll,
+        scratch: Scratch,
         tp_group: TensorParallelGroup,
     ) -> DecoderLayer:
         prefix = f"model.layers.{layer}"
         attention = Attention.load(source, arithmetic, f"{prefix}.self_attn", layer, parallel, rank)
         if source.config.is_moe(layer):
-            feed_forward = MoE.load(source, arithmetic, f"{prefix}.mlp", parallel, rank, all_to_all)
+            feed_forward = MoE.load(source, arithmetic, f"{prefix}.mlp", parallel, rank, all_to_all, scratch)
         else:
             feed_forward = Dense(arithmetic, MLP.load(source, arithmetic, f"{prefix}.mlp"))
         return cls(

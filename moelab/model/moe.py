@@ -16,6 +16,7 @@ from moelab.comm import AllToAll
 from moelab.config import ModelConfig, ParallelConfig
 from moelab.model.arithmetic import Arithmetic, Rows, Weight
 from moelab.model.batch import State
+from moelab.model.scratch import Scratch
 from moelab.model.weights import Source
 
 
@@ -63,6 +64,7 @@ class MoE:
     config: ModelConfig
     arithmetic: Arithmetic
     all_to_all: AllToAll
+    scratch: Scratch
     gate_w: torch.Tensor  # [E, H]
     gate_bias: torch.Tensor | None  # float32 [E]; Mixtral-style routing has none
     gate_up_w: Weight  # [E/ep, 2·I, H]
@@ -78,6 +80,7 @@ class MoE:
         parallel: ParallelConfig,
         rank: int,
         all_to_all: AllToAll,
+        scratch: Scratch,
     ) -> MoE:
         config = source.config
         experts = [
@@ -89,6 +92,7 @@ class MoE:
             config,
             arithmetic,
             all_to_all,
+            scratch,
             gate_w=source.tensor(f"{prefix}.gate.weight"),
             gate_bias=source.tensor(f"{prefix}.gate.e_score_correction_bias", torch.float32) if has_bias else None,
             gate_up_w=arithmetic.experts([expert.gate_up for expert in experts]),
@@ -111,16 +115,16 @@ class MoE:
         s.rows = self.arithmetic.received(rows, scales)
 
     def gate_up(self, s: State) -> None:
-        s.gate_up = self.arithmetic.grouped(s.rows, self.gate_up_w, s.counts, self._expected_m(s))
+        s.gate_up = self.arithmetic.grouped(s.rows, self.gate_up_w, s.counts, self._expected_m(s), self.scratch.gate_up)
 
     # The experts' values are a step's largest by far: each goes as soon as it is read.
 
     def silu_mul_quant(self, s: State) -> None:
-        s.act = self.arithmetic.silu_mul(s.gate_up, s.counts)
+        s.act = self.arithmetic.silu_mul(s.gate_up, s.counts, self.scratch.act)
         s.gate_up = None
 
     def down(self, s: State) -> None:
-        s.expert_out = self.arithmetic.grouped(s.act, self.down_w, s.counts, self._expected_m(s))
+        s.expert_out = self.arithmetic.grouped(s.act, self.down_w, s.counts, self._expected_m(s), self.scratch.out)
         s.act = None
 
     def combine_send(self, s: State) -> None:

@@ -14,6 +14,7 @@ from moelab.config import ConfigError, ModelConfig, ParallelConfig
 from moelab.model import weights
 from moelab.model.arithmetic import Plain
 from moelab.model.deepseek import DeepSeek
+from moelab.model.scratch import Scratch
 from moelab.model.weights import Checkpoint, CheckpointError, tensor_shapes
 from moelab.ops.fp8 import dequantize_block, quantize_block
 from tests.conftest import SEED, make_oracle
@@ -123,7 +124,9 @@ def load_share(folder, parallel, rank):
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         checkpoint.tensor(name)
     for layer in range(checkpoint.config.num_hidden_layers):
-        DecoderLayer.load(checkpoint, Plain(checkpoint.dtype), layer, parallel, rank, None, TensorParallelGroup())
+        DecoderLayer.load(
+            checkpoint, Plain(checkpoint.dtype), layer, parallel, rank, None, Scratch(), TensorParallelGroup()
+        )
 
 
 def broken(folder, tmp_path, change):
