@@ -28,7 +28,13 @@ from moelab.ops.early_launch import launches_early
 from moelab.ops.fp8 import BLOCK, num_blocks
 from moelab.ops.jit import jit, runs_on, tl, triton
 from moelab.ops.layout import segment_starts
+from moelab.ops.multiprocessors import num_programs
 from moelab.ops.quantize import DTYPES, Quantized, prepare, quantize_groups, store_scales, write_reference
+
+# On an H200 8 programs of 4 warps an SM took 2.81, 7.52 and 46.6 µs for 256, 2048 and 16384 populated rows of 2048; 10
+# took 2.83, 8.0 and 43.2, 16 took 3.43, 7.31 and 44.1: more programs move more bytes at once, but each of them costs
+# its start.
+PROGRAMS_PER_SM = 8
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -68,7 +74,7 @@ def silu_mul_quantize(
     experts = 1 if counts is None else counts.numel()
     items = room * chunks  # of an expert if padded, else of the buffer
     if items and experts:
-        programs = _num_programs(gate_up.device)
+        programs = num_programs(gate_up.device, PROGRAMS_PER_SM, interpreted=13)
         grid = (experts, max(1, min(items, programs // experts))) if padded else (1, min(items, programs))
         _silu_mul_kernel[grid](
             gate_up, counts, values, scales, gate_up.stride(-2), values.stride(-2),
@@ -118,13 +124,6 @@ def _config(columns: int) -> dict[str, int]:
     """A row of V3's experts, I = 2048, is one item of 4 warps: four 16-byte loads a thread in flight."""
     groups = min(16, max(4, triton.next_power_of_2(num_blocks(columns))))
     return {"GROUPS": groups, "num_warps": groups // 4}
-
-
-def _num_programs(device: torch.device) -> int:
-    """A few under the interpreter. On an H200 8 programs of 4 warps an SM took 2.81, 7.52 and 46.6 µs for 256, 2048 and
-    16384 populated rows of 2048; 10 took 2.83, 8.0 and 43.2, 16 took 3.43, 7.31 and 44.1: more programs move more bytes
-    at once, but each of them costs its start."""
-    return 8 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 13
 
 
 @jit

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelab.ops import multiprocessors
 from moelab.ops.arrivals import COUNTERS, ROUND, counters, rounds
 from moelab.ops.block_gemm import Config
 from moelab.ops.fp8 import BLOCK, num_blocks
@@ -115,7 +116,7 @@ def block_gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tenso
 def share(rows: int, columns: int, split: int, block_n: int, block_m: int, device: torch.device) -> int:
     """Where the parts of a tile are added together: of how many of its rows each program adds them. Else 0."""
     programs = -(-rows // block_m) * -(-columns // block_n) * split
-    together = split > 1 and programs <= torch.cuda.get_device_properties(device).multi_processor_count
+    together = split > 1 and programs <= multiprocessors.count(device)
     return block_n >> min(split.bit_length() - 1, 3) if together else 0
 
 

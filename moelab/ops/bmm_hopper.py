@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelab.ops import multiprocessors
 from moelab.ops.fp8 import BLOCK
 from moelab.ops.jit import tl
 
@@ -76,7 +77,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
     num_tokens, heads, depth = x.shape
     columns = weight.shape[1]
     tiles = -(-num_tokens // ROWS)
-    slots = PROGRAMS_PER_SM * torch.cuda.get_device_properties(x.device).multi_processor_count
+    slots = PROGRAMS_PER_SM * multiprocessors.count(x.device)
     each = -(-tiles // max(1, min(tiles, slots // heads)))  # tiles of a program
     kernel = _wide_kernel if depth == BLOCK else _deep_kernel
     kernel[(heads * -(-tiles // each),)](

@@ -1,7 +1,8 @@
 """DeepGEMM behind one small module: whether it can be used here, and its kernels under names that stay.
 
 It is optional (package sgl-deep-gemm, module `deep_gemm`) and imported at first use, never by importing this module. It
-compiles a kernel for each (N, K) and choice of tile when it is first called, 3 to 6 s, into DG_JIT_CACHE_DIR.
+compiles a kernel for each (N, K), choice of tile and number of multiprocessors (`moelab.ops.multiprocessors`) when it
+is first called, 3 to 6 s, into DG_JIT_CACHE_DIR.
 
 Everywhere a pair is (float8_e4m3fn values, float32 scales): activations with a scale for 1 × 128 values in the
 `column_tma` format (`moelab.ops.layout`; row-major scales work too, but cost a transposing launch at every call),
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moelab.config import MoelabError
+from moelab.ops import multiprocessors
 
 FIX = "on a Hopper GPU with CUDA 13: pip install 'moelab[gpu]', which has it as sgl-deep-gemm"
 MASKED = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")  # the second in releases before 2.6
@@ -55,7 +57,7 @@ def reason() -> str | None:
 
 def gemm(x: Pair, weight: Pair, out: Tensor) -> Tensor:
     """x [M, K], weight [N, K], out [M, N] = x · weightᵀ; returns `out`. M > 0. Raises DeepGemmError where `reason`."""
-    _library().fp8_gemm_nt(x, weight, out, compiled_dims="nk")
+    _ready().fp8_gemm_nt(x, weight, out, compiled_dims="nk")
     return out
 
 
@@ -63,6 +65,7 @@ def grouped_masked(rows: Pair, weight: Pair, out: Tensor, counts: Tensor, expect
     """rows [G, M, K], weight [G, N, K], counts int32 [G] on the device: the first counts[g] rows of out [G, M, N] are
     written, those of the tile in which they end hold undefined values, later ones stay. `expected_m` > 0: a guess at
     the mean count, for the choice of tiles; a wrong one costs time only. Returns `out`."""
+    _ready()
     _masked()(rows, weight, out, counts, expected_m)
     return out
 
@@ -70,7 +73,7 @@ def grouped_masked(rows: Pair, weight: Pair, out: Tensor, counts: Tensor, expect
 def grouped_contiguous(rows: Pair, weight: Pair, out: Tensor, expert_of_row: Tensor) -> Tensor:
     """rows [M, K], weight [G, N, K], out [M, N]; `expert_of_row` int32 [M]: the expert of each row, −1 on padding.
     An expert's segment begins at a multiple of 128 rows and no tile of 128 holds two experts. M > 0. Returns `out`."""
-    _library().m_grouped_fp8_gemm_nt_contiguous(rows, weight, out, expert_of_row)
+    _ready().m_grouped_fp8_gemm_nt_contiguous(rows, weight, out, expert_of_row)
     return out
 
 
@@ -83,6 +86,14 @@ def _library() -> ModuleType:
         raise DeepGemmError(why)
     library = importlib.import_module("deep_gemm")
     library.set_pdl(True)
+    return library
+
+
+def _ready() -> ModuleType:
+    """The module, told how many multiprocessors it may take. What it was told is one number for the whole process, so
+    every launch tells it: 0 is all, an odd number it refuses."""
+    library, budget = _library(), multiprocessors.budget()
+    library.set_num_sms(0 if budget is None else max(2, budget // 2 * 2))
     return library
 
 

@@ -35,6 +35,7 @@ from moelab.ops.fp8 import BLOCK, dequantize_block, num_blocks
 from moelab.ops.grouped_gemm_kernel import counts_kernel, grouped_kernel
 from moelab.ops.jit import runs_on, triton
 from moelab.ops.layout import dequantize_rows, empty_scales, scales_shape, segment_starts
+from moelab.ops.multiprocessors import num_programs
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -253,7 +254,7 @@ def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Confi
     (values, scales), (w, w_scales) = rows, weight
     experts, n, k = w.shape
     padded, steps = values.dim() == 3, num_blocks(k)
-    programs = _num_programs(values.device, config.per_sm)
+    programs = num_programs(values.device, config.per_sm, interpreted=3)
     least = min(config.least, steps) or steps
     size = 0 if least == steps else programs * config.block_n * config.block_m
     partials = torch.empty(size, dtype=torch.float32, device=values.device)
@@ -277,8 +278,3 @@ def _triton(rows: Pair, weight: Pair, counts: Tensor, out: Tensor, config: Confi
             partials, counters(values.device), *sizes, EARLY=early, CUDA=values.is_cuda, **common,
         )  # fmt: skip
     return out
-
-
-def _num_programs(device: torch.device, per_sm: int) -> int:
-    """A few under the interpreter, which runs them one after another."""
-    return per_sm * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

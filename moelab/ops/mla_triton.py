@@ -29,6 +29,7 @@ from moelab.ops.jit import jit, runs_on, tl
 from moelab.ops.mla_cache import LATENT_DIM, PAGE_SIZE, Fp8Cache, LatentCache
 from moelab.ops.mla_decode import MlaDecode, ReferenceDecode
 from moelab.ops.mla_plan import PlanBuffer
+from moelab.ops.multiprocessors import num_programs
 
 # Of the merge: rows and parts a program takes at a time, programs a multiprocessor. It is bound by latency: hence few
 # rows (so many programs) and many parts at once.
@@ -53,7 +54,10 @@ class TritonDecode(MlaDecode):
         self.hopper = mla_hopper.runs_on(self.device)
         self.row_block = mla_hopper.ROWS if self.hopper else 16 if rows <= 16 else 32
         self.row_tiles = -(-rows // self.row_block)
-        self.groups = max(1, _num_programs(self.device) // self.row_tiles)
+        # A program's tiles fill the shared memory of a multiprocessor. Whoever shares buffers has them in one size.
+        programs = num_programs(self.device, 1, interpreted=6)
+        self.groups = share.groups if share else max(1, programs // self.row_tiles)
+        self._merge_programs = MERGE_PROGRAMS * programs
         self.buffer = PlanBuffer(self.groups, max_batch, self.max_pages, self.device)
         if share:
             self.partial, self.partial_lse, self._unasked_lse = share.partial, share.partial_lse, share._unasked_lse
@@ -91,15 +95,10 @@ class TritonDecode(MlaDecode):
                 FP8=fp8, HEADS=self.num_heads, ROW_TILES=self.row_tiles, ROWS=self.row_block,
                 INTERPRETED=not out.is_cuda, num_warps=8, num_stages=2,
             )  # fmt: skip
-        _merge_kernel[(MERGE_PROGRAMS * _num_programs(self.device),)](
+        _merge_kernel[(self._merge_programs,)](
             *outputs, views["num_merges"], views["merges"], out.stride(0), out.stride(1), HEADS=self.num_heads,
             SLOT_ROWS=slot_rows, ROWS=MERGE_ROWS, PARTS=MERGE_PARTS, EARLY=early, launch_pdl=early, num_warps=4,
         )  # fmt: skip
-
-
-def _num_programs(device: torch.device) -> int:
-    """One a multiprocessor: a program's tiles fill its shared memory. Few where programs run one after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
 @jit

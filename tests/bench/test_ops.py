@@ -146,8 +146,8 @@ def test_the_padded_launch_has_a_program_for_every_row(monkeypatch):
     case = next(c for c in OPS["silu_mul"](True) if c.params["layout"] == "padded")
     seen = []
     monkeypatch.setattr(
-        memory_bound, "silu_mul_quantize", lambda *a, **k: seen.append(memory_bound.activation._num_programs(None))
+        memory_bound, "silu_mul_quantize", lambda *a, **k: seen.append(memory_bound.activation.num_programs(None, 8))
     )
-    before = memory_bound.activation._num_programs
+    before = memory_bound.activation.num_programs
     case.backends["triton-padded"]((0, 1, 2))
-    assert seen == [case.params["experts"] * case.params["room"]] and memory_bound.activation._num_programs is before
+    assert seen == [case.params["experts"] * case.params["room"]] and memory_bound.activation.num_programs is before

@@ -12,6 +12,7 @@ from moelab.ops import deep_gemm
 from moelab.ops.deep_gemm import DeepGemmError
 from moelab.ops.fp8 import dequantize_block, quantize_block
 from moelab.ops.layout import dequantize_rows
+from moelab.ops.multiprocessors import at_most
 from moelab.ops.quantize import quantize_rows
 
 
@@ -75,14 +76,22 @@ def test_the_masked_kernel_under_either_name(monkeypatch, names, usable):
         def set_pdl(self, on):
             assert on
 
+        def set_num_sms(self, count):
+            told.append(count)
+
     for name in names:
         setattr(Library, name, staticmethod(lambda *args, name=name: seen.append((name, args))))
-    seen = []
+    seen, told = [], []
     monkeypatch.setattr(importlib, "import_module", lambda name: Library())
     assert (deep_gemm.reason() is None) == usable
     if usable:
         assert deep_gemm.grouped_masked(1, 2, 3, 4, 5) == 3
-        assert seen == [(names[1], (1, 2, 3, 4, 5))]
+        assert seen == [(names[1], (1, 2, 3, 4, 5))] and told == [0]
+        for budget, count in ((1, 2), (8, 8), (99, 98)):  # an even number, or it refuses
+            with at_most(budget, "cpu"):
+                deep_gemm.grouped_masked(1, 2, 3, 4, 5)
+            deep_gemm.grouped_masked(1, 2, 3, 4, 5)
+            assert told[-2:] == [count, 0]
 
 
 @pytest.fixture
