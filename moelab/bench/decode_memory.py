@@ -39,6 +39,10 @@ from moelab.model.deepseek import DeepSeek
 from moelab.ops.mla_flashinfer import WORKSPACE_BYTES, FlashInferDecode
 
 RESERVE = 0.005  # share of the free memory for graphs, loaded kernels and what falls between the blocks of a pool
+CUBLAS_BYTES, STREAMS = (
+    32 << 20,
+    2,
+)  # what cuBLAS works in on Hopper, and where: on the captures' stream and the others'
 PARTS = ("weights", "exchange", "KV cache", "activations", "total")
 
 
@@ -49,6 +53,7 @@ def foreseen(setting: Setting, batch: int) -> Need:
     attention = memory.attention_bytes(config, parallel, arithmetic, tokens)
     if setting.device == "cuda":
         attention += _plan_bytes(setting) + batch * setting.q_len * config.vocab_size * 4  # the logits, in float32
+        attention += STREAMS * CUBLAS_BYTES
     return memory.need(
         config, parallel, arithmetic, most, pages * PAGE_SIZE, kv_dtype=setting.kv_dtype,
         window_bytes=sum(beside_rows(setting, most)), attention=attention,

@@ -32,22 +32,40 @@ class Output:
     idle: Tensor | bool | None = None  # whether no DP group has requests; a tensor, int32 [1]: the device knows
     best: Tensor | None = None  # int64 [T], the likeliest token; where it is not there it is found for what asks
 
+    def fetch(self) -> Output:
+        """Itself, with `idle` and `best` on their way to the host: who asks there waits for them, and for nothing that
+        was launched since."""
+
+        def on_host(value: Tensor | bool | None) -> Tensor | bool | None:
+            return value.to("cpu", non_blocking=True) if isinstance(value, Tensor) else value
+
+        self._on_host = on_host(self.idle), on_host(self.best)
+        self._arrived = torch.cuda.current_stream().record_event() if self.hidden.is_cuda else None
+        return self
+
     def opinions(self, model: DeepSeek, rows: list[tuple[Sequence, list[int]]]) -> list[Opinion]:
-        """What `model` thinks after these rows of each sequence. Waits for the device."""
+        """What `model` thinks after these rows of each sequence. Fetched; waits for the device."""
         if not rows:
             return []
-        index = torch.tensor([row for _, mine in rows for row in mine], device=self.hidden.device)
-        hidden = self.hidden[index]
+        index = torch.tensor([row for _, mine in rows for row in mine])
         counts = [(sequence, len(mine)) for sequence, mine in rows]
-        if self.best is not None:
-            return opinions(self.best[index], counts, lambda drawn: model.logits(hidden[drawn]))
-        logits = model.logits(hidden)
-        return opinions(logits.argmax(-1), counts, lambda drawn: logits[drawn])
+        if self.best is None:
+            logits = model.logits(self.hidden[index.to(self.hidden.device)])
+            return opinions(logits.argmax(-1), counts, lambda drawn: logits[drawn])
+        self._wait()
+        best = self._on_host[1][index]
+        return opinions(best, counts, lambda drawn: model.logits(self.hidden[index[drawn].to(self.hidden.device)]))
 
     @property
     def all_idle(self) -> bool | None:
-        """`idle` on the host. Waits for the device."""
-        return bool(self.idle) if isinstance(self.idle, Tensor) else self.idle
+        """`idle` on the host. Fetched; waits for the device."""
+        self._wait()
+        idle = self._on_host[0]
+        return bool(idle) if isinstance(idle, Tensor) else idle
+
+    def _wait(self) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
 
 
 Body = Callable[[Batch, Observe | None], Output]
@@ -111,6 +129,7 @@ class DecodeStep:
             self.body(self.batch, None)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what that run took: the capture has its own
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             self._output = self.body(self.batch, None)

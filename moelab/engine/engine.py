@@ -128,6 +128,7 @@ class Engine:
         most = None if self.graphs is None else self.graphs.max_batch
         pieces = pieces_of(choose(self.running, self.model.all_to_all.spec.max_tokens, most))
         output, first = self._forward(pieces)
+        output.fetch()
         ahead = self.drafter.follow(pieces, first, output, self.timeline) if self.drafter else None
         ends = [row + len(piece.tokens) for row, piece in zip(first, pieces, strict=True)]
         done = [(p, end) for p, end in zip(pieces, ends, strict=True) if _num_drafts(p) >= 0]  # not within a prompt
@@ -140,9 +141,9 @@ class Engine:
             sequence = piece.sequence
             tokens += self._advance(piece, next(opinions) if _num_drafts(piece) >= 0 else None)
             if not sequence.finished:
-                fed.append((sequence, piece.start, output.hidden[row : row + sequence.num_cached - piece.start]))
+                fed.append((sequence, piece.start, range(row, row + sequence.num_cached - piece.start)))
         if self.drafter is not None:
-            self.drafter.draft(fed, bool(pieces), self.timeline, ahead)
+            self.drafter.draft(fed, output.hidden, bool(pieces), self.timeline, ahead)
         self.running = [sequence for sequence in self.running if not sequence.finished]
         return tokens
 

@@ -86,7 +86,6 @@ class DecodeGraphs:
             pool = pool or Pool()
             for step in self._steps.values():
                 step.capture(pool.stream, pool.handle)
-            torch.cuda.empty_cache()  # what the runs before each capture took: a replay has its own
 
     @property
     def max_batch(self) -> int:

@@ -164,11 +164,13 @@ def expert_bytes(config: ModelConfig, arithmetic: Arithmetic, rows: int) -> int:
 
 
 def attention_bytes(config: ModelConfig, parallel: ParallelConfig, arithmetic: Arithmetic, tokens: int) -> int:
-    """Activations of one layer outside the experts, for `tokens` of the DP group: q and its two parts after absorption
-    and before o_proj, and eight times the residual stream, what norms, projections and the shared expert make of it."""
+    """Activations of one layer outside the experts, for `tokens` of the DP group: q, what it is after absorption and
+    after attention, the first of them twice, since a layer's goes when the next one's is there, and what o_proj reads;
+    gate and up of a dense layer; and eight times the residual stream, what norms and projections make of it."""
     heads = config.num_attention_heads // parallel.tp
-    per_head = config.qk_head_dim + 2 * config.kv_lora_rank + config.v_head_dim
-    return tokens * (heads * per_head + 8 * config.hidden_size) * arithmetic.dtype.itemsize
+    per_head = config.qk_head_dim + 3 * config.kv_lora_rank + config.v_head_dim
+    dense = 2 * config.intermediate_size if config.first_k_dense_replace else 0
+    return tokens * (heads * per_head + dense + 8 * config.hidden_size) * arithmetic.dtype.itemsize
 
 
 def available_bytes(device: str, ranks_here: int = 1) -> int:

@@ -150,32 +150,34 @@ class Drafter:
 
     def draft(
         self,
-        fed: list[tuple[Sequence, int, torch.Tensor]],
+        fed: list[tuple[Sequence, int, range]],
+        hidden: torch.Tensor,
         has_work: bool,
         observe: Observe | None = None,
         ahead: Ahead | None = None,
     ) -> None:
         """Give every unfinished sequence its next drafts. Collective.
 
-        fed: sequence, first position, and normed hidden states [n, H] of what the model has confirmed in this step.
-        `ahead`: the first pass, if `follow` has made it.
+        fed: sequence, first position, and the rows of what the model has confirmed in this step, in its normed hidden
+        states [T, H]. `ahead`: the first pass, if `follow` has made it.
         """
         pieces = [Piece(s, start, s.tokens[start + 1 : start + 1 + len(rows)]) for s, start, rows in fed]
-        hidden = [rows for _, _, rows in fed]
+        rows = [rows for _, _, rows in fed]
         for depth in range(self.draft_tokens):
             graphs = self.graphs.get(1 if depth else 1 + self.draft_tokens)
             if ahead is not None and depth == 0:
                 output, first = ahead.output, [ahead.first[id(piece.sequence)] for piece in pieces]
             elif graphs is not None and graphs.serves(pieces):
-                output, first = graphs.run(pieces, hidden, observe)
+                output, first = graphs.run(pieces, [hidden[r.start : r.stop] for r in rows], observe)
             else:
-                output, first = self._eager(pieces, hidden, has_work, observe)
+                states = [hidden[r.start : r.stop] for r in rows]
+                output, first = self._eager(pieces, states, has_work, observe)
             ends = [row + len(piece.tokens) - 1 for row, piece in zip(first, pieces, strict=True)]
             on = [i for i, piece in enumerate(pieces) if depth < self._wanted(piece.sequence)]
-            views = output.opinions(self.model, [(pieces[i].sequence, [ends[i]]) for i in on])
+            views = output.fetch().opinions(self.model, [(pieces[i].sequence, [ends[i]]) for i in on])
             for i, view in zip(on, views, strict=True):
                 self._propose(pieces[i].sequence, view)
-            hidden = [output.hidden[ends[i] : ends[i] + 1] for i in on]
+            hidden, rows = output.hidden, [range(ends[i], ends[i] + 1) for i in on]
             pieces = [
                 Piece(p.sequence, p.start + len(p.tokens), p.sequence.drafts[-1:]) for p in (pieces[i] for i in on)
             ]

@@ -82,6 +82,8 @@ class DeepSeek:
         layers, total = [], config.num_hidden_layers + config.num_nextn_predict_layers
         for layer in range(total):
             layers.append(DecoderLayer.load(source, arithmetic, layer, parallel, rank, all_to_all, scratch, tp_group))
+            if torch.device(device).type == "cuda":
+                torch.cuda.empty_cache()  # else small tensors of later layers settle in what loading took, and keep it
             progress(len(layers), total)
         mtp = MTP.load(source, layers.pop()) if config.num_nextn_predict_layers else None
         return cls(

@@ -132,7 +132,7 @@ def test_the_arithmetic_by_hand_in_fp8():
     assert counted.weights == pytest.approx(102.56e9 + linear * 4 / 128**2 + 2 * 7168**2, rel=3e-4)  # eh_proj in BF16
     assert counted.exchange == 2 * 32 * (8 * 256 * (7168 + 4 * 56)) + 10
     assert counted.activations == 32 * 8 * 256 * (2048 + 4 * 16 + 2 * 7168)  # 2·7168 > 2·(2·2048)
-    assert counted.attention == 256 * 2 * (128 * (192 + 512 + 512 + 128) + 8 * 7168)
+    assert counted.attention == 256 * 2 * (128 * (192 + 3 * 512 + 128) + 2 * 18432 + 8 * 7168)
     assert counted.total == sum(counted.parts.values()) and counted.kv_cache == 79 * 64 * 62 * 576 * 2
     eight = need(model, ranks, BlockFp8(), 256, 5000, kv_dtype="fp8")
     assert eight.kv_cache * 1152 == counted.kv_cache * 656
