@@ -30,6 +30,7 @@ from moelab.engine.sequence import Sampling, Sequence
 from moelab.engine.speculative import Acceptance, Drafter, verify
 from moelab.engine.timeline import Timeline
 from moelab.model.deepseek import DeepSeek
+from moelab.ops.multiprocessors import at_most
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Engine:
         capture: bool = True,
         cache_dtype: torch.dtype | None = None,
         max_kv_len: int | None = None,
+        compute_sms: int | None = None,
     ):
         """`cache_tokens`: what the cache holds. A step takes as many tokens as the model's exchange was made for.
 
@@ -63,6 +65,10 @@ class Engine:
         none if empty. On a GPU those are captured in CUDA graphs, unless `capture` is False; the construction is then
         collective. `cache_dtype`: float8_e4m3fn, or by default the model's. `max_kv_len`: tokens of the longest
         request, by default all that the cache holds; steps of fixed shape keep a page table of it for each request.
+
+        Not compared: `compute_sms`, how many multiprocessors our kernels share their work among
+        (`moelab.ops.multiprocessors`, which says what does not follow), None for all; what the exchange takes is a
+        setting of its group (`default_group`, `shadow_rank`), and ranks may differ in it as well.
 
         With a `Timeline` set as `timeline`, the stages of each step are recorded in it, and no graph is replayed.
         Before the first exchange ranks compare these settings, and where they differ all raise `ConfigError`.
@@ -92,7 +98,9 @@ class Engine:
         sizes = sorted(batch_sizes)
         # A rank with others would make exchanges that its peers do not, and be waited for in vain or taken for another.
         self._to_agree = dict(overlap=overlap, draft_tokens=draft_tokens, batch_sizes=sizes, capture=capture)
-        self.graphs = self._make_graphs(sizes, capture) if sizes else None
+        self.compute_sms = compute_sms
+        with at_most(compute_sms, self.device):
+            self.graphs = self._make_graphs(sizes, capture) if sizes else None
 
     def add(self, id: int, prompt: list[int], sampling: Sampling) -> Sequence:
         """Queue a request. Raises if it could never run, naming what is too long."""
@@ -121,6 +129,10 @@ class Engine:
 
     def step(self) -> list[Token]:
         """Run one step and give its new tokens. Collective over all ranks."""
+        with at_most(self.compute_sms, self.device):
+            return self._step()
+
+    def _step(self) -> list[Token]:
         self._agree()
         if self.timeline is not None:
             self.timeline.begin()
