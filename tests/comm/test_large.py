@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,10 +49,10 @@ def spec_of(pool, ep: int, max_tokens: int, **options) -> ExchangeSpec:
     return ExchangeSpec(ParallelConfig(ep, 1), max_tokens=max_tokens, payload="fp8", slots=1, **sizes | options)
 
 
-def check(pool, spec: ExchangeSpec, tokens: int, **options) -> None:
+def check(pool, spec: ExchangeSpec, tokens: int, how: Callable[..., None] = exchange, **options) -> None:
     if spec.parallel.ep not in pool.sizes:
         pytest.skip(f"a pool of {pool.size} {pool.kind} ranks has no group of {spec.parallel.ep}")
-    pool.run(exchange, spec, tokens, options, SEED + 17, ranks=spec.parallel.ep)
+    pool.run(how, spec, tokens, options, SEED + 17, ranks=spec.parallel.ep)
 
 
 @pytest.mark.parametrize("returns", ["rows", "f32", "bf16"])
@@ -66,6 +67,17 @@ def test_a_decode_batch(kernel_pool, returns):
 def test_any_number_of_blocks_and_some_that_only_send(kernel_pool, num_blocks, send_blocks, packets):
     spec = spec_of(kernel_pool, kernel_pool.up_to(4), 20, hidden=256)
     check(kernel_pool, spec, 17, num_blocks=num_blocks, send_blocks=send_blocks, packets=packets)
+
+
+def with_blocks_of_its_own(rank: Rank, spec: ExchangeSpec, tokens: int, options: dict, seed: int) -> None:
+    exchange(rank, spec, tokens, options | {"num_blocks": (3, 1, 5, 2)[rank.index]}, seed)
+
+
+@pytest.mark.parametrize("returns", ["rows", "bf16"])
+@pytest.mark.parametrize("packets", [True, False])
+def test_ranks_may_differ_in_their_blocks(kernel_pool, packets, returns):
+    spec = spec_of(kernel_pool, kernel_pool.up_to(4), 20, hidden=256)
+    check(kernel_pool, spec, 17, with_blocks_of_its_own, packets=packets, returns=returns)
 
 
 @pytest.mark.gpu
