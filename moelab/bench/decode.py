@@ -38,6 +38,7 @@ from moelab.results.record import percentile
 from moelab.stages import CATEGORIES
 
 BENCH = "decode"
+LATER = {"comm_sms": 0, "compute_sms": 0}  # parameters that records lack from before they could be set
 Events = Iterable[tuple[int, dict[str, Any]]]
 
 

@@ -51,6 +51,12 @@ def decode(
         Literal["none", "nvlink", "ib400", "efa"] | None,
         typer.Option("--fabric", help="By whose law a shadow rank waits. [none]"),
     ] = None,
+    comm_sms: Annotated[
+        int, typer.Option("--comm-sms", metavar="N", help="SMs that the exchange's kernels take. [all]")
+    ] = 0,
+    compute_sms: Annotated[
+        int, typer.Option("--compute-sms", metavar="N", help="SMs that our other kernels share work among. [all]")
+    ] = 0,
     graph: Graph = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -66,5 +72,5 @@ def decode(
     console.decode_bench(
         batch or ["1"], model=model, dp=dp, tp=tp, draft_tokens=draft_tokens, acceptance=acceptance, kv_len=kv_len,
         kv_dtype=kv_dtype, overlap=overlap, shadow=shadow, layers=layers, routing=routing, fabric=fabric, graph=graph,
-        device=device, as_json=as_json, records=records,
+        device=device, as_json=as_json, records=records, comm_sms=comm_sms, compute_sms=compute_sms,
     )  # fmt: skip

@@ -84,6 +84,8 @@ def _heading(setting: Setting, backend: str) -> str:
     mode = {"graph": "CUDA graphs", "event": "eager, by events", "wall": "eager, on the host's clock"}[setting.clock]
     drafts = f", {setting.q_len} tokens a request and {setting.tokens_per_step:g} kept" if setting.draft_tokens else ""
     what = f"{setting.model}, dp {setting.dp} tp {setting.tp}, kv {setting.kv_len} {setting.kv_dtype}{drafts}; {mode}"
+    for name, count in (("exchange", setting.comm_sms), ("compute", setting.compute_sms)):
+        what += f"; {name} on {count} SMs" if count else ""
     if not setting.shadow:
         return f"{what}; exchange: {backend}"
     other = f"routing {setting.routing or 'equal'}, fabric {setting.fabric or 'none'}"

@@ -44,6 +44,7 @@ from moelab.model.deepseek import DeepSeek
 from moelab.model.random_weights import RandomWeights
 from moelab.ops.fp8 import E4M3_MAX
 from moelab.ops.mla_cache import Fp8Cache
+from moelab.ops.multiprocessors import at_most
 
 PART_SHARE = 0.1  # of a step's time, for each part of it
 TIMELINES, TIMELINES_WARMUP = 8, 2  # steps whose stages are timed one by one
@@ -60,6 +61,11 @@ def measure(context, job: dict[str, Any]) -> None:
     samples, warmup}, and {finished: batch}. Raises OutOfMemory before it allocates, BenchError for an exchange that
     cannot be captured."""
     setting, device = Setting(**job["setting"]), torch.device(context.device)
+    with at_most(setting.compute_sms, device):
+        _measure(context, setting, device)
+
+
+def _measure(context, setting: Setting, device: torch.device) -> None:
     ranks = Ranks(device, context.world_size)
     sharing = 1 if device.type == "cuda" else context.world_size
     batches = decode_memory.fitting(setting, available_bytes(context.device, sharing))
@@ -140,11 +146,13 @@ def _load(setting: Setting, max_tokens: int, context) -> DeepSeek:
     if setting.shadow:
         return shadow_rank(
             config, parallel, max_tokens=max_tokens, routing=setting.routing or "equal",
-            fabric=setting.fabric or "none", device=device, seed=setting.seed, progress=progress,
+            fabric=setting.fabric or "none", device=device, seed=setting.seed,
+            num_sms=setting.comm_sms, progress=progress,
         )  # fmt: skip
     return DeepSeek.load(
         setting.folder or RandomWeights(config, device, setting.seed), parallel, max_tokens, rank=context.rank,
-        arithmetic=BlockFp8(), device=device, group=default_group(parallel.ep, device), progress=progress,
+        arithmetic=BlockFp8(), device=device,
+        group=default_group(parallel.ep, device, setting.comm_sms), progress=progress,
     )  # fmt: skip
 
 

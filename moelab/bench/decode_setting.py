@@ -24,7 +24,8 @@ PACKAGED = Path(__file__).parents[1] / "data" / "tinyseek"
 
 @dataclass(frozen=True)
 class Setting:
-    """`batches` count requests of one DP group; none of them: the largest that fits, its step alone. `layers`: of the
+    """`comm_sms`, `compute_sms`: multiprocessors that the exchange's kernels take, and those of `moelab.ops`; 0: all.
+    `batches` count requests of one DP group; none of them: the largest that fits, its step alone. `layers`: of the
     main model, None for all. `routing` and `fabric` are a shadow rank's; otherwise experts are the router's choice and
     the exchange is real. Raises ConfigError or BenchError for what cannot be run anywhere."""
 
@@ -44,6 +45,8 @@ class Setting:
     device: str
     graph: bool
     seed: int = 0
+    comm_sms: int = 0
+    compute_sms: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batches", tuple(sorted(self.batches)))
@@ -63,6 +66,10 @@ class Setting:
                     f"{name} is {value}, which stands in for the other ranks of a shadow rank: add --shadow, or leave "
                     f"--{name} out"
                 )
+        for name, count in (("comm-sms", self.comm_sms), ("compute-sms", self.compute_sms)):
+            _require(count >= 0, name, count, "numbers of SMs from 1 on, and 0 for all")
+            if count and self.device == "cpu":
+                raise BenchError(f"{name} is {count}, and a CPU has no SMs to share: leave --{name} out")
         if self.graph and self.device == "cpu":
             raise BenchError("a CPU has no CUDA graphs: leave --graph out, steps are then eager on the host's clock")
         config = self.config  # raises for an unknown model
@@ -139,6 +146,7 @@ class Setting:
             "mode": "graph" if self.graph else "eager", "weights": "random" if self.random else "checkpoint",
             "shadow": self.shadow, "routing": (self.routing or "equal") if self.shadow else "router",
             "fabric": (self.fabric or "none") if self.shadow else "real",
+            "comm_sms": self.comm_sms, "compute_sms": self.compute_sms,
         }  # fmt: skip
 
     def check_here(self) -> None:
@@ -151,6 +159,9 @@ class Setting:
                 f"each rank takes a GPU, ranks are {self.processes} and GPUs here {count}: take fewer, or --shadow for "
                 "one rank of the deployment on one GPU; `moelab doctor` says what is missing"
             )
+        for name, count in (("comm-sms", self.comm_sms), ("compute-sms", self.compute_sms)):
+            if count and count > (most := torch.cuda.get_device_properties(0).multi_processor_count):
+                raise BenchError(f"{name} is {count}: the GPU has {most}; give 1…{most}, or leave --{name} out for all")
         config = self.config
         if self.device == "cpu" and config.hidden_size * config.moe_intermediate_size > LARGE_EXPERT:
             raise BenchError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moelab.bench.decode import BENCH
+from moelab.bench.decode import BENCH, LATER
 from moelab.perf import schedules
 from moelab.perf.prediction import Prediction, predict
 from moelab.perf.tables import Tables
@@ -38,7 +38,7 @@ def layers(store: Store, gpu: str, model: str = "deepseek-v3") -> list[Layer]:
     kinds: dict[tuple, dict[str, Record]] = {}
     for record in store.records(BENCH, gpu=gpu, model=model):
         if record.params.get("of") == "moe" and record.metric in ("layer", "category"):
-            setting = tuple((k, v) for k, v in record.params.items() if k not in OWN)
+            setting = tuple((k, v) for k, v in (LATER | record.params).items() if k not in OWN)
             if record.metric == "layer":
                 whole[setting] = record
             else:

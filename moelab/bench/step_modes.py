@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moelab.bench.decode import BENCH
+from moelab.bench.decode import BENCH, LATER
 from moelab.results import Record, Store
 
 MODES = ("eager", "graph")
@@ -21,7 +21,7 @@ def both(store: Store, gpu: str) -> tuple[dict[str, Any], Modes]:
     with the most layers; ({}, {}) where no batch of any was."""
     settings: dict[tuple, Modes] = {}
     for record in store.records(BENCH, metric="step", gpu=gpu):
-        common = tuple(sorted((k, v) for k, v in record.params.items() if k not in OWN))
+        common = tuple(sorted((k, v) for k, v in (LATER | record.params).items() if k not in OWN))
         modes = settings.setdefault((common, record.backend, record.gpu_count), {mode: {} for mode in MODES})
         modes[record.params["mode"]][record.params["batch"]] = record
     paired = {key: len(modes["eager"].keys() & modes["graph"].keys()) for key, modes in settings.items()}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from moelab.bench.decode_setting import Setting, batches
 from moelab.bench.timer import BenchError
 from moelab.config import ConfigError
 from moelab.engine.memory import OutOfMemory
+from moelab.ops import multiprocessors
 from moelab.perf import tables
 from moelab.results import Provenance, Record, Store
 from moelab.stages import CATEGORIES, DENSE_LAYER, MOE_LAYER
@@ -88,6 +90,7 @@ def test_every_schedule_on_tinyseek(command, overlap, draft_tokens):
         assert record.clock == ("none" if record.unit in ("1", "B") else "wall")
         assert record.params["overlap"] == overlap and record.params["q_len"] == 1 + draft_tokens
         assert record.params["mode"] == "eager" and record.params["fabric"] == "real"
+        assert record.params["comm_sms"] == record.params["compute_sms"] == 0
     assert len({record.key() for record in records}) == len(records)
 
 
@@ -150,6 +153,8 @@ def test_two_ranks(command):
         (["--model", "tinyseek", "--layers", "2"], "layers is 2: a checkpoint is run whole"),
         (["--layers", "70"], "layers is 70: legal are 1…61"),
         (["--model", "tinyseek", "--dp", "3"], "16 experts divide only over"),
+        (["--comm-sms", "-1"], "comm-sms is -1: legal are numbers of SMs from 1 on, and 0 for all"),
+        (["--compute-sms", "24"], "compute-sms is 24, and a CPU has no SMs to share: leave --compute-sms out"),
         (["--graph"], "a CPU has no CUDA graphs: leave --graph out"),
         ([], "model deepseek-v3 (hidden 7168) takes a GPU: on a CPU give --model tinyseek"),
         (["--shadow", "--dp", "8"], "takes a GPU"),
@@ -204,11 +209,56 @@ def test_a_full_size_rank_is_counted():
     assert decode_memory.fitting(replace(SHADOW, dp=128, batches=(1, 16, 64, 128)), 150e9) == (1, 16, 64, 128)
 
 
+@pytest.mark.parametrize("name", ["comm_sms", "compute_sms"])
+def test_a_budget_is_at_most_what_the_gpu_has(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    replace(SHADOW, **{name: 132}).check_here()
+    said = name.replace("_", "-")
+    with pytest.raises(BenchError, match=f"{said} is 133: the GPU has 132; give 1…132, or leave --{said} out for all"):
+        replace(SHADOW, **{name: 133}).check_here()
+
+
+@pytest.mark.parametrize("shadow", [True, False])
+def test_budgets_reach_the_exchange_and_all_that_is_measured(monkeypatch, shadow):
+    setting = replace(SHADOW, shadow=shadow, comm_sms=20, compute_sms=100, dp=8 if shadow else 1, batches=(1,))
+    params = setting.params(1, 16)
+    assert (params["comm_sms"], params["compute_sms"]) == (20, 100)
+    assert "exchange on 20 SMs; compute on 100 SMs" in decode_console._heading(setting, "stand-in")
+    seen = {}
+
+    class Loaded(Exception):
+        pass
+
+    def group(ep, device, num_sms):
+        seen["comm"] = num_sms
+
+    def load(*args, num_sms=None, **options):
+        seen.update({"compute": multiprocessors.budget()} | ({"comm": num_sms} if shadow else {}))
+        raise Loaded
+
+    monkeypatch.setattr(multiprocessors, "all_of", lambda device: 132)
+    monkeypatch.setattr(decode_rank, "available_bytes", lambda device, ranks: 10**13)
+    monkeypatch.setattr(decode_rank, "Ranks", lambda *_: None)
+    monkeypatch.setattr(decode_rank.decode_memory, "Measured", lambda device: None)
+    monkeypatch.setattr(decode_rank.decode_memory, "fitting", lambda setting, capacity: (1,))
+    monkeypatch.setattr(decode_rank.decode_memory, "foreseen", lambda setting, batch: None)
+    monkeypatch.setattr(decode_rank, "default_group", group)
+    monkeypatch.setattr(decode_rank, "RandomWeights", lambda *_: None)
+    monkeypatch.setattr(decode_rank, "shadow_rank", load)
+    monkeypatch.setattr(decode_rank.DeepSeek, "load", load)
+    context = SimpleNamespace(device="cuda:0", world_size=1, rank=0, emit=lambda event: None)
+    with pytest.raises(Loaded):
+        decode_rank.measure(context, {"setting": asdict(setting)})
+    assert seen == {"comm": 20, "compute": 100} and multiprocessors.budget() is None
+
+
 def test_a_setting_says_what_it_is():
     assert SHADOW.params(16, 32) == {
         "model": "deepseek-v3", "dp": 8, "tp": 1, "ep": 8, "batch": 16, "draft_tokens": 1, "q_len": 2, "kv_len": 5000,
         "kv_dtype": "bf16", "overlap": "none", "layers": 61, "moe_layers": 58, "max_tokens": 32, "mode": "graph",
-        "weights": "random", "shadow": True, "routing": "equal", "fabric": "none",
+        "weights": "random", "shadow": True, "routing": "equal", "fabric": "none", "comm_sms": 0, "compute_sms": 0,
     }  # fmt: skip
     few = replace(SHADOW, layers=2, draft_tokens=0)
     assert (few.config.num_hidden_layers, few.config.num_moe_layers, few.config.num_nextn_predict_layers) == (2, 2, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moelab.bench import decode_study
+from moelab.bench.decode import LATER
 from moelab.bench.decode_setting import Setting
 from moelab.perf import predict
 from moelab.perf.tables import NOTHING_RECORDED
@@ -17,9 +18,18 @@ US = {"none": 2000.0, "dispatch": 1900.0, "microbatch": 1330.0}
 
 
 def put(
-    store: Store, overlap: str, batch: int, us: float, dp: int = 128, fabric: str | None = "ib400", graph: bool = True
+    store: Store,
+    overlap: str,
+    batch: int,
+    us: float,
+    dp: int = 128,
+    fabric: str | None = "ib400",
+    graph: bool = True,
+    early: bool = False,
+    compute_sms: int = 0,
 ) -> None:
-    """A layer with its kinds, and numbers that are not of a layer, as the benchmark names them."""
+    """A layer with its kinds, and numbers that are not of a layer, as the benchmark names them; `early`: as it named
+    them before there were budgets of SMs."""
     setting = Setting(
         "deepseek-v3",
         dp,
@@ -36,8 +46,11 @@ def put(
         fabric,
         "cuda",
         graph,
+        compute_sms=compute_sms,
     )
     params = setting.params(batch, setting.max_tokens(batch))
+    if early:
+        params = {name: value for name, value in params.items() if name not in LATER}
     mla = {"of": "moe", "category": "MLA"}
     numbers = [("layer", {"of": "moe"}, us), ("layer", {"of": "dense"}, 1.0), ("step", {}, 9.0),
                ("category", mla, 0.4 * us), ("exposed", {"half": "dispatch"}, 3.0)]  # fmt: skip
@@ -103,3 +116,18 @@ def test_settings_that_differ_otherwise_are_told_apart(store):
     assert decode_study.gains(found) == {
         "EP128, ib400, mode graph": {16: pytest.approx(30), 128: pytest.approx(30)},
         "EP128, ib400, mode eager": {16: pytest.approx(30)}}  # fmt: skip
+
+
+def test_records_from_before_budgets_are_of_runs_without(store):
+    for overlap in SCHEDULES:
+        put(store, overlap, 32, US[overlap], early=overlap == "dispatch")
+        put(store, overlap, 32, 2 * US[overlap], compute_sms=112)
+    put(store, "none", 128, 1111.0, early=True)  # the same setting as a later one: one layer, the last record's
+    found = decode_study.layers(store, GPU)
+    names = [x.name for x in found]
+    assert len(set(names)) == len(names) == 2 * 3 + 1 + 3 * 2
+    assert "EP128, ib400, batch 32, MicroBatch, compute_sms 0" in names
+    assert "EP128, ib400, batch 32, MicroBatch, compute_sms 112" in names
+    gains = decode_study.gains(found)
+    assert gains["EP128, ib400, compute_sms 0"] == {n: pytest.approx(30) for n in (16, 32, 128)}
+    assert gains["EP128, ib400, compute_sms 112"] == {32: pytest.approx(30)}

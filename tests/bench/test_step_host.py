@@ -104,9 +104,13 @@ def test_pairs_are_of_one_setting(tmp_path):
     put(store, "graph", 256, 9000.0)  # alone
     put(store, "graph", 1, 7.0, layers=61, kv_len=1)
     put(store, "eager", 1, 8.0, layers=61, kv_len=1)
+    put(store, "eager", 64, 5000.0)  # from before budgets, and from after
+    put(store, "graph", 64, 2000.0, comm_sms=0, compute_sms=0)
+    put(store, "graph", 64, 2.0, comm_sms=0, compute_sms=100)
     common, steps = step_modes.both(store, "NVIDIA H200")
+    assert common["comm_sms"] == common["compute_sms"] == 0
     assert {mode: {batch: r.p50 for batch, r in at.items()} for mode, at in steps.items()} == {
-        "eager": {1: 4000.0, 128: 6000.0}, "graph": {1: 1000.0, 128: 5000.0},
+        "eager": {1: 4000.0, 64: 5000.0, 128: 6000.0}, "graph": {1: 1000.0, 64: 2000.0, 128: 5000.0},
     }  # fmt: skip
     assert common["layers"] == 8 and "batch" not in common and common["gpu_count"] == 1
     (said,) = step_modes.lessons(common, steps)
