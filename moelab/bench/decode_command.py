@@ -52,10 +52,10 @@ def decode(
         typer.Option("--fabric", help="By whose law a shadow rank waits. [none]"),
     ] = None,
     comm_sms: Annotated[
-        int, typer.Option("--comm-sms", metavar="N", help="SMs that the exchange's kernels take. [all]")
+        int, typer.Option("--comm-sms", metavar="N", help="SMs that the exchange's kernels take; 0: all.")
     ] = 0,
     compute_sms: Annotated[
-        int, typer.Option("--compute-sms", metavar="N", help="SMs that our other kernels share work among. [all]")
+        int, typer.Option("--compute-sms", metavar="N", help="SMs that our other kernels share; 0: all.")
     ] = 0,
     graph: Graph = None,
     device: Device = None,
