@@ -52,6 +52,11 @@ struct PutLink {
     nvshmemx_signal_op(reinterpret_cast<uint64_t*>(r.mine() + flag), r.epoch, NVSHMEM_SIGNAL_SET, peer);
   }
 
+  // The word that stands at `ours` in the peer's window, behind nothing and waited for by nobody.
+  __device__ static void tell(u64* ours, u64 value, int peer) {
+    nvshmemx_signal_op(reinterpret_cast<uint64_t*>(ours), value, NVSHMEM_SIGNAL_SET, peer);
+  }
+
   // By all threads of a notifying block: the last of these blocks sends whole notices, with their first flag.
   template <class Rank>
   __device__ static void put_notices(const Rank& r, int n) {

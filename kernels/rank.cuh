@@ -53,6 +53,7 @@ struct DirectLink {
   __device__ static u64 look(const u64* flag, u64, bool) { return load_acquire(flag); }
   // Where nothing is read behind the flag, and only stores wait for it.
   __device__ static u64 peek(const u64* flag, u64, bool) { return load_relaxed(flag); }
+  __device__ static void tell(u64*, u64, int) {}  // a peer that is not mapped
 };
 
 template <class Link>
@@ -85,15 +86,21 @@ static __device__ __noinline__ bool broken_rank(const Plan& plan, const MoelabCa
   return (failed | by) != 0;
 }
 
-static __device__ __noinline__ void give_up(const Plan& plan, const MoelabCall& call, Half half, int peer, u64 expected,
-                                            u64 seen) {
+template <class Link>
+__device__ __noinline__ void give_up(const Plan& plan, const MoelabCall& call, const Link& link, Half half, int peer,
+                                     u64 expected, u64 seen) {
   Errors* e = errors_of(plan, call.window);
   if (atomicCAS(&e->failed, 0ull, 1ull) != 0ull) return;
   if (atomicCAS(&e->told, 0ull, 1ull) == 0ull) tell_host(call, 1, half, peer, expected, seen);
 #pragma unroll 1
-  for (int q = 0; q < plan.ranks; ++q)
-    if (q != call.rank && call.windows[q] != nullptr)
+  for (int q = 0; q < plan.ranks; ++q) {
+    if (q == call.rank) continue;
+    if (call.windows[q] != nullptr) {
       store_relaxed(&errors_of(plan, call.windows[q])->aborted_by, 1ull + call.rank);
+    } else {
+      link.tell(&e->aborted_by, 1ull + call.rank, q);
+    }
+  }
 }
 
 // The line or unit that has come, or {1} for a flag; {0}, or a line of another number, when time is up or somebody has
@@ -119,7 +126,7 @@ __device__ __noinline__ uint4 wait_long(const Plan& plan, const MoelabCall& call
     if (poll % 64) continue;
     if (broken_rank(plan, call, epoch, half)) return {0, 0, 0, what == kLine ? ~(uint32_t)goal : 0};
     if (now_ns() - start > call.timeout_ns) {
-      give_up(plan, call, half, peer, goal, seen);
+      give_up(plan, call, link, half, peer, goal, seen);
       return {0, 0, 0, what == kLine ? ~(uint32_t)goal : 0};
     }
   }
