@@ -4,6 +4,7 @@
     step                      us                            the main model's step, head included
     draft                     us     of: first, next        a pass of the MTP layer, head included
     engine_step, host         us                            the engine's whole step; less its step and drafts
+    construct                 us     sizes                  making the engine, its steps of so many sizes captured
     layer                     us     of: moe, dense         one layer, from a graph of all of its kind
     stage                     us     of, stage, category    one layer's stage, from a graph of it alone in all layers;
                                                             of "step": what a step has beside layers

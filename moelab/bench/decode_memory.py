@@ -38,7 +38,9 @@ from moelab.model.block_fp8 import BlockFp8
 from moelab.model.deepseek import DeepSeek
 from moelab.ops.mla_flashinfer import WORKSPACE_BYTES, FlashInferDecode
 
-RESERVE = 0.005  # share of the free memory for graphs, loaded kernels and what falls between the blocks of a pool
+# Share of the free memory for graphs, loaded kernels, what falls between the blocks of a pool, and for a pass's values
+# once more while it runs for the first time, beside the memory that captured passes share.
+RESERVE = 0.01
 CUBLAS_BYTES, STREAMS = (
     32 << 20,
     2,

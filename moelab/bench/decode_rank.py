@@ -10,6 +10,7 @@ that a step costs depends on what its tokens were.
     stage          decode_stages.py, by graphs; eagerly, from a timeline of whole steps
     draft          a pass of the MTP layer with its head, as the engine makes it: the first, and those after it
     engine_step    the engine's whole step, drafts and host included (decode_engine.py)
+    construct      how long the engine took to be made, once: compiling what no run before left compiled, and capture
     rows, active   what a layer brings to this rank's experts, and how many of them get any; one sample a layer
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,15 +87,20 @@ def _measure(context, setting: Setting, device: torch.device) -> None:
 
     cache_tokens = max(batches) * pages_for(setting.kv_len) * PAGE_SIZE
     fp8 = torch.float8_e4m3fn if setting.kv_dtype == "fp8" else None
+    ranks.align()
+    start = time.perf_counter()
     engine = Engine(
         model, cache_tokens, setting.overlap, setting.draft_tokens, batch_sizes=batches, capture=setting.graph,
         cache_dtype=fp8, max_kv_len=setting.kv_len,
     )  # fmt: skip
+    ranks.align()
+    construct = Samples([1e6 * (time.perf_counter() - start)], 0)
     fill(engine.cache.rows, setting.seed)
     for batch in sorted(batches, reverse=True):
         run = _Run(setting, engine, batch, ranks, functools.partial(_emit, context, batch))
         run.time_step()
         if batch == max(batches):
+            run.emit("construct", {"sizes": len(batches)}, "us", "wall", construct)
             measured.ran(engine.cache.rows)
             for source, found in (("foreseen", decode_memory.totals(need)), ("measured", measured.bytes)):
                 for part, size in found.items():
