@@ -13,6 +13,7 @@ What that version does, read in its source, and what is made of it here:
   −infinity, by a launch of its own, made only where logarithms are asked for.
 - Rows beyond kv_len are not fetched but filled with zeros.
 - No scales: the FP8 form is refused.
+- Its plan takes all multiprocessors of the device, whatever `moelab.ops.multiprocessors` says.
 """
 
 from __future__ import annotations
