@@ -159,6 +159,9 @@ def test_layers_and_laws_and_uncertainty():
     validation.layers(ax, {"EP8": {"MLA": 600.0, "GEMM": 140.0}}, {"EP8": {"GroupGEMM": 555.0, "rest": 245.0}})
     assert {"740\nmodelled", "800\nthe study", "600", "555"} <= set(texts(ax))
     _, ax = plots.figure()
+    validation.layers(ax, {"EP8": {"MLA": 600.0, "GEMM": 140.0}}, {}, "kinds", {"EP8": 700.0})
+    assert texts(ax) == ["600", "140", "layer 700\nkinds 740"] and list(ax.lines[0].get_ydata()) == [700, 700]
+    _, ax = plots.figure()
     validation.laws(ax, {"law": ([16, 32], [100.0, 150.0], [0.1, 0.2], "#000000")},
                     {"source": ([16], [110.0], "#2f6db3", "o")})  # fmt: skip
     assert ax.get_ylim()[1] >= 180

@@ -116,15 +116,17 @@ def coverage(
 
 
 def layers(
-    ax: Axes, modelled: Mapping[str, Mapping[str, float]], measured: Mapping[str, Mapping[str, float]]
+    ax: Axes, ours: Mapping[str, Mapping[str, float]], theirs: Mapping[str, Mapping[str, float]],
+    what: str = "modelled", whole: Mapping[str, float] | None = None,
 ) -> None:  # fmt: skip
-    """{name: {category: us}} of two kinds as stacked bars side by side: the model's whole, and hatched what was
-    published, whose unnamed rest is grey. Totals on top."""
+    """{name: {category: us}} of two kinds as stacked bars side by side: `ours`, which is `what`, and hatched what the
+    study published, whose unnamed rest is grey. Totals on top. `whole`: {name: us} of layers whose kinds were timed
+    alone, so that they need not add up to it: a line across, and both numbers on top."""
     from matplotlib.patches import Patch
 
     used: dict[str, None] = {}
-    for i, name in enumerate(modelled):
-        for offset, parts, hatch in ((-0.21, modelled[name], None), (0.21, measured[name], "///")):
+    for i, name in enumerate(ours):
+        for offset, parts, hatch in ((-0.21, ours[name], None), (0.21, theirs.get(name, {}), "///")):
             base = 0.0
             for category, us in parts.items():
                 if us <= 0:
@@ -136,15 +138,21 @@ def layers(
                     halo(ax.text(i + offset, base + us / 2, f"{us:,.0f}", ha="center", va="center", fontsize=8.5,
                                  zorder=4))  # fmt: skip
                 base += us
-            text = f"{base:,.0f}" if hatch else f"{base:,.0f}\nmodelled"
-            ax.annotate(text if not hatch else f"{text}\nthe study", (i + offset, base), (0, 3), ha="center",
-                        textcoords="offset points", va="bottom", fontsize=8.5)  # fmt: skip
-    ax.set_xticks(range(len(modelled)), list(modelled))
+            text = f"{base:,.0f}\n{'the study' if hatch else what}"
+            if whole and not hatch:
+                text = f"layer {whole[name]:,.0f}\n{what} {base:,.0f}"
+            if base:
+                ax.annotate(text, (i + offset, base), (0, 3), ha="center",
+                            textcoords="offset points", va="bottom", fontsize=8.5)  # fmt: skip
+        if whole:
+            ax.plot([i - 0.43, i + 0.01], [whole[name]] * 2, color=INK, linewidth=2.4, zorder=3, solid_capstyle="butt")
+    ax.set_xticks(range(len(ours)), list(ours))
     ax.grid(axis="x", visible=False)
     ax.set_ylim(0, ax.get_ylim()[1] * 1.08)
     squares = [Patch(facecolor=LINE if c == "rest" else category_color(c), label="not named" if c == "rest" else c)
                for c in used]  # fmt: skip
-    ax.legend(handles=squares[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    line = [ax.plot([], [], color=INK, linewidth=2.4, label="the layer itself")[0]] if whole else []
+    ax.legend(handles=line + squares[::-1], loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
 def laws(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moelab.bench import decode_study
@@ -27,21 +29,26 @@ def put(
     graph: bool = True,
     early: bool = False,
     compute_sms: int = 0,
+    layers: int = 8,
+    kv_dtype: str = "bf16",
+    tp: int = 1,
+    waited: float = 3.0,
+    gpu: str = GPU,
 ) -> None:
     """A layer with its kinds, and numbers that are not of a layer, as the benchmark names them; `early`: as it named
     them before there were budgets of SMs."""
     setting = Setting(
         "deepseek-v3",
         dp,
-        1,
+        tp,
         (batch,),
         1,
         0.6,
         5000,
-        "bf16",
+        kv_dtype,
         overlap,
         fabric is not None,
-        8,
+        layers,
         None,
         fabric,
         "cuda",
@@ -53,11 +60,14 @@ def put(
         params = {name: value for name, value in params.items() if name not in LATER}
     mla = {"of": "moe", "category": "MLA"}
     numbers = [("layer", {"of": "moe"}, us), ("layer", {"of": "dense"}, 1.0), ("step", {}, 9.0),
-               ("category", mla, 0.4 * us), ("exposed", {"half": "dispatch"}, 3.0)]  # fmt: skip
+               ("category", mla, 0.4 * us), ("category", {"of": "dense", "category": "MLA"}, 7.0)]  # fmt: skip
+    for half in ("dispatch", "combine") if fabric not in (None, "none") else ():
+        numbers += [("exposed", {"half": half}, waited), ("held", {"half": half, "asked_us": 40.0}, 40.0),
+                    ("category", {"of": "moe", "category": half.capitalize()}, 45.0)]  # fmt: skip
     for metric, own, value in numbers:
         store.append(Record.from_samples(
             [value * 0.99, value, value * 1.01], bench="decode", backend="moelab", params=params | own, metric=metric,
-            unit="us", clock="graph", kind="stand-in" if fabric else "measured", provenance=WHERE,
+            unit="us", clock="graph", kind="stand-in" if fabric else "measured", provenance=replace(WHERE, gpu=gpu),
         ))  # fmt: skip
 
 
@@ -131,3 +141,55 @@ def test_records_from_before_budgets_are_of_runs_without(store):
     gains = decode_study.gains(found)
     assert gains["EP128, ib400, compute_sms 0"] == {n: pytest.approx(30) for n in (16, 32, 128)}
     assert gains["EP128, ib400, compute_sms 112"] == {32: pytest.approx(30)}
+
+
+def test_the_longest_graphs_are_plain(store):
+    put(store, "none", 128, 1950.0, layers=61)
+    put(store, "none", 128, 9000.0, layers=61, graph=False)
+    put(store, "none", 128, 2500.0, layers=61, kv_dtype="fp8")
+    put(store, "none", 128, 2600.0, layers=16, kv_dtype="fp8")
+    put(store, "none", 128, 1200.0, layers=61, dp=32, tp=4)
+    found = decode_study.layers(store, GPU)
+    plain = {x.name: x.record.p50 for x in decode_study.plain(found)}
+    assert plain["EP128, ib400, batch 128, NoOverlap"] == 1950.0
+    assert len(plain) == 7 and not set(plain.values()) & {2000.0, 9000.0, 2500.0, 2600.0, 1200.0}
+    variants = {what: (x.record.p50, base.record.p50) for what, x, base in decode_study.variants(found)}
+    assert variants == {"kv_dtype fp8": (2500.0, 1950.0), "tp 4": (1200.0, 1950.0)}
+    base, *rows = decode_study.variant_rows(found, 128)
+    assert base["layer"] == "EP128, ib400, batch 128, NoOverlap" and base["against plain [%]"] == 0
+    more = sorted(row["against plain [%]"] for row in rows)
+    assert more == pytest.approx([100 * (1200 / 1950 - 1), 100 * (2500 / 1950 - 1)])
+    assert decode_study.variant_rows(found, 16) == []
+
+
+def test_bars_prefer_a_fabric(store):
+    assert list(decode_study.bars(decode_study.layers(store, GPU), 128)) == [
+        f"EP128 {x}" for x in ("NoOverlap", "DispatchOverlap", "MicroBatch")]  # fmt: skip
+    put(store, "none", 128, 1100.0, dp=8, fabric="none")
+    put(store, "none", 128, 1000.0, fabric="none")
+    put(store, "none", 64, 900.0, fabric="none")
+    bars = decode_study.bars(decode_study.layers(store, GPU), 128)
+    assert {name: x.record.p50 for name, x in bars.items()} == {
+        "EP8": 1100, "EP128 NoOverlap": 2000, "EP128 DispatchOverlap": 1900, "EP128 MicroBatch": 1330}  # fmt: skip
+    put(store, "none", 128, 1300.0, dp=8, fabric="nvlink")
+    assert decode_study.bars(decode_study.layers(store, GPU), 128)["EP8"].record.p50 == 1300
+    assert decode_study.bars(decode_study.layers(store, GPU), 64) == {}  # EP128 without its exchange is no bar
+
+
+def test_shares_of_an_exchange(tmp_path):
+    store = Store(tmp_path, package=False)
+    put(store, "none", 128, 2000.0, waited=36.0)
+    put(store, "dispatch", 128, 1900.0, waited=30.0)
+    put(store, "microbatch", 128, 1330.0, waited=5.0)
+    put(store, "none", 64, 1000.0, waited=37.0, layers=16)
+    put(store, "none", 16, 500.0, fabric="none")
+    found = decode_study.layers(store, GPU)
+    of = {(x.params["overlap"], x.params["batch"]): x for x in found}
+    # Two halves of 40 µs that take 45 alone; in NoOverlap 4 of 40 pass in a send, at half the requests 3.
+    assert decode_study.shares(of["none", 128], found) == pytest.approx((10 + 8, 0, 72))
+    assert decode_study.shares(of["dispatch", 128], found) == pytest.approx((10 + 8, 80 - 60 - 8, 60))
+    assert decode_study.shares(of["microbatch", 128], found) == pytest.approx((0 + 12, 160 - 20 - 12, 20))
+    shorter = [x for x in found if x.params["batch"] != 64]
+    assert decode_study.shares(of["microbatch", 128], shorter) is None
+    hidden = decode_study.hidden(found)
+    assert hidden["NoOverlap"] == {64: 0, 128: 0} and hidden["MicroBatch"][128] == pytest.approx(100 * 128 / 160)
