@@ -172,6 +172,59 @@ def test_the_exchanges_numbers_are_the_records():
     assert min(t for t, us in cost.items() if us > 3) == 32
 
 
+def test_the_decode_steps_numbers_are_the_records():
+    from moelab.bench.decode import LATER
+    from moelab.results import Store
+
+    found = Store(ROOT / "moelab/data/records", package=False).records("decode", gpu="NVIDIA H200", model="deepseek-v3")
+    usual = {"mode": "graph", "routing": "equal", "kv_dtype": "bf16", "tp": 1, "comm_sms": 0, "compute_sms": 0}
+
+    def us(metric: str, **given) -> float:
+        wanted = (usual | given).items()
+        (value,) = [r.p50 for r in found if r.metric == metric and wanted <= (LATER | r.params).items()]
+        return value
+
+    def kinds(**given) -> dict[str, float]:
+        wanted = (usual | given | {"of": "moe"}).items()
+        mine = [r for r in found if r.metric == "category" and wanted <= (LATER | r.params).items()]
+        assert len(mine) == 10 == len({r.params["category"] for r in mine})
+        return {r.params["category"]: r.p50 for r in mine}
+
+    def kernels(**given) -> float:
+        return sum(us for kind, us in kinds(**given).items() if kind not in ("Dispatch", "Combine"))
+
+    rows = []
+    for ep, layers in ((128, 61), (8, 40)):
+        for batch in (1, 16, 64, 128):
+            k = dict(ep=ep, layers=layers, fabric="none", overlap="none", batch=batch)
+            step, moe, ratio = us("step", **k), us("layer", of="moe", **k), us("step_over_stages", **k)
+            numbers = f"{step / 1e3:.1f} | {moe:,.0f} | {kernels(**k):,.0f} | {ratio:.2f}"
+            rows.append(f"| EP{ep}, {layers} layers | {batch} | {numbers} |")
+    assert TEXT.partition("| rank of | batch |")[2].splitlines()[2:10] == rows
+
+    orders, far = ("none", "dispatch", "microbatch"), dict(of="moe", ep=128, layers=61, fabric="ib400")
+    rows = [
+        f"| {b} | " + " | ".join(f"{us('layer', overlap=o, batch=b, **far):,.0f}" for o in orders) + " |"
+        for b in (4, 8, 16, 32, 64, 128)
+    ]
+    assert TEXT.partition("| batch | NoOverlap [µs a MoE layer]")[2].splitlines()[2:8] == rows
+    held = [r for r in found if r.metric == "held" and r.params["asked_us"]]
+    assert len(held) > 40 and all(abs(r.p50 / r.params["asked_us"] - 1) < 1.1e-3 for r in held)
+
+    said = " ".join(TEXT.split())
+    near = dict(of="moe", ep=8, layers=40, fabric="nvlink", batch=128)
+    micro, dispatch = (us("layer", overlap=o, **near) for o in ("microbatch", "dispatch"))
+    assert f"MicroBatch takes {micro:,.0f} µs where DispatchOverlap takes {dispatch:,.0f}" in said
+    eight, many, few = (
+        dict(ep=ep, layers=layers, fabric=fabric, overlap="none", batch=128)
+        for ep, layers, fabric in ((8, 40, "none"), (128, 61, "none"), (128, 8, "ib400"))
+    )
+    assert f"the kernels of EP8 take {kernels(**eight):,.0f} µs" in said
+    assert f"those of EP128 {kernels(**many):,.0f} (990)" in said
+    assert f"{kinds(**many)['MLA']:.0f} µs of it where 589" in said
+    assert f"it takes {kinds(**few)['MLA']:.0f} and the kernels {kernels(**few):.0f}:" in said
+
+
 def test_the_verdicts_are_the_models():
     from moelab.perf.claims import claims, overlap_gains
     from moelab.perf.sweeps import study_sweep
