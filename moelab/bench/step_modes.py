@@ -38,14 +38,25 @@ def lessons(common: dict[str, Any], steps: Modes) -> list[str]:
     """What the records say, in sentences with their numbers."""
     if not steps:
         return []
-    gains = {batch: eager.p50 / steps["graph"][batch].p50 for batch, eager in steps["eager"].items()}
-    first, last = min(gains), max(gains)
+    eager, graph = steps["eager"], steps["graph"]
+    first, last = min(eager), max(eager)
     of = f"{common['model']}, {common['layers']} layers, {common['gpu_count']} GPU{'s' * (common['gpu_count'] > 1)}"
-    return [
-        f"{of}: a replayed step takes **{steps['graph'][first].p50:,.0f} µs** at batch {first}, an eager one "
-        f"{steps['eager'][first].p50:,.0f} ({gains[first]:.1f}×); at batch {last} "
-        f"{steps['graph'][last].p50:,.0f} and {steps['eager'][last].p50:,.0f} ({gains[last]:.2f}×)."
+    said = [
+        f"{of}, recorded: a replayed step takes **{graph[first].p50:,.0f} µs** at batch {first}, an eager one "
+        f"{_spread(eager[first])}: **{eager[first].p50 / graph[first].p50:.1f}×**; at batch {last} "
+        f"{graph[last].p50:,.0f} and {_spread(eager[last])}: {eager[last].p50 / graph[last].p50:.2f}×."
     ]
+    if eager[last].p50 < 1.2 * eager[first].p50 and graph[last].p50 > 1.2 * graph[first].p50:
+        low, high = (f(record.p50 / 1e3 for record in eager.values()) for f in (min, max))
+        said.append(
+            f"Between those batches a replayed step grows {graph[last].p50 / graph[first].p50:.1f}×; an eager one "
+            f"takes {low:.0f} to {high:.0f} ms whatever the batch: it waits for the host, and varies with it."
+        )
+    return said
+
+
+def _spread(record: Record) -> str:
+    return f"{record.p50:,.0f} (p20–p80 {record.p20:,.0f}–{record.p80:,.0f})"
 
 
 def title(common: dict[str, Any], gpu: str) -> str:
@@ -53,5 +64,5 @@ def title(common: dict[str, Any], gpu: str) -> str:
     kind = ", one shadow rank" if common["shadow"] else ""
     return (
         f"{common['model']}, {common['layers']} layers, EP{common['ep']}{kind}, KV {common['kv_len']:,}, "
-        f"{common['gpu_count']} × {gpu}"
+        f"{common['gpu_count']} × {gpu}: recorded"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -81,11 +83,11 @@ def test_records_of_host_parts(model):
     assert "1 request takes" in said and f"3 requests take **{fixed:,.0f} µs** in fixed shape" in said
 
 
-def put(store, mode, batch, us, layers=8, **params):
+def put(store, mode, batch, us, layers=8, gpu=HERE.gpu, **params):
     common = {"model": "deepseek-v3", "layers": layers, "ep": 1, "kv_len": 4096, "shadow": False}
     store.append(
         Record.from_samples(
-            [us], bench="decode", backend="virtual", metric="step", unit="us", provenance=HERE,
+            [us], bench="decode", backend="virtual", metric="step", unit="us", provenance=replace(HERE, gpu=gpu),
             clock="graph" if mode == "graph" else "event",
             params=common | {"mode": mode, "batch": batch, "max_tokens": 128 * batch} | params,
         )
@@ -114,6 +116,10 @@ def test_pairs_are_of_one_setting(tmp_path):
     }  # fmt: skip
     assert common["layers"] == 8 and "batch" not in common and common["gpu_count"] == 1
     (said,) = step_modes.lessons(common, steps)
-    assert "**1,000 µs** at batch 1, an eager one 4,000 (4.0×); at batch 128 5,000 and 6,000 (1.20×)" in said
-    assert step_modes.title(common, "NVIDIA H200") == "deepseek-v3, 8 layers, EP1, KV 4,096, 1 × NVIDIA H200"
+    low, high = (f"{getattr(steps['eager'][1], p):,.0f}" for p in ("p20", "p80"))
+    assert f"**1,000 µs** at batch 1, an eager one 4,000 (p20–p80 {low}–{high}): **4.0×**; at batch 128 5,000" in said
+    assert step_modes.title(common, "NVIDIA H200") == "deepseek-v3, 8 layers, EP1, KV 4,096, 1 × NVIDIA H200: recorded"
+    put(store, "eager", 128, 4100.0)  # no longer than at batch 1, though the device has five times as much to do
+    _, said = step_modes.lessons(*step_modes.both(store, "NVIDIA H200"))
+    assert "grows 5.0×; an eager one takes 4 to 5 ms whatever the batch" in said
     assert step_modes.both(store, "NVIDIA H100") == ({}, {}) and step_modes.lessons({}, {}) == []
