@@ -17,7 +17,7 @@ SMALL = {
     "07_mla_and_mtp": {"text_tokens": 96, "q_lens": [1, 8, 64], "repeats": 1, "requests": 3, "prompt_tokens": 24,
                        "max_tokens": 20, "drafts": [0, 1, 2], "batches": [1, 16, 128], "records": "own"},
 }  # fmt: skip
-FIGURES = {"04_overlap": 10, "07_mla_and_mtp": 8}
+FIGURES = {"04_overlap": 10, "07_mla_and_mtp": 9}
 OTHER = "NVIDIA H100 80GB HBM3"  # of which nothing is recorded
 
 
@@ -104,6 +104,8 @@ def test_mla_and_mtp(run):
     assert greedy[0] > 70 and greedy[0] > greedy[1]
     assert len(re.findall(r"drafts? on this CPU: [\d.]+ tok/s per request against", text)) == 2
     assert re.search(r"EP128: one draft pays from an acceptance of 0\.\d\d \(batch 1\)", text)
+    assert re.search(r"Of a recorded layer MLA takes \d+ to \d+ %", text)
+    assert "A recorded pass of the MTP layer takes, of the step" in text
     store = Store(folder / "own", package=False)
     assert len(store.records("attention_ways")) == 2 * 3 and store.records("drafts", metric="acceptance")
 
@@ -113,5 +115,5 @@ def test_mla_and_mtp_without_records_of_the_gpu(tmp_path, monkeypatch):
     given = SMALL["07_mla_and_mtp"] | {"gpu": OTHER}
     executed = nbformat.read(str(notebook.run("07", given, tmp_path / "out", progress=False).ipynb), as_version=4)
     text = said(executed)
-    assert not errors(executed) and len(outputs(executed, "image/png")) == FIGURES["07_mla_and_mtp"] - 3
+    assert not errors(executed) and len(outputs(executed, "image/png")) == FIGURES["07_mla_and_mtp"] - 4
     assert text.count("Nothing recorded of <code>mla</code>") + text.count("Nothing recorded of `mla`") == 2
