@@ -48,7 +48,7 @@ def test_overlap(run):
     )
     assert int(hidden[1]) < 10 < 60 < int(hidden[2])
     assert "Not measured yet" not in text
-    assert 4 < int(re.search(r"EP128, ib400, recorded: \*\*pays from batch (\d+) on", text)[1]) < 64
+    assert 4 < int(re.search(r"EP128, ib400, recorded on H200: \*\*pays from batch (\d+) on", text)[1]) < 64
     ratio, study = map(
         float, re.search(r"NoOverlap's [\d,]+: \*\*([\d.]+)\*\*; in the study ([\d.]+)\.", text).groups()
     )
@@ -87,8 +87,8 @@ def test_overlap_draws_records_of_decode(tmp_path, monkeypatch):
     assert figures == FIGURES["04_overlap"] and "Not measured yet" not in text
     assert "EP128, ib400, batch 128, NoOverlap: kv_dtype fp8" in text
     assert "MicroBatch takes 1,330 µs of NoOverlap's 1,900: **0.70**; in the study 0.71" in text
-    assert re.search(r"EP128, ib400, recorded: \*\*pays from batch 37 on, up to 29 %", text)
-    assert "EP2, recorded: **saves 29 %** (batch 128)" in text
+    assert re.search(r"EP128, ib400, recorded on H100: \*\*pays from batch 37 on, up to 29 %", text)
+    assert "EP2, recorded on H100: **saves 29 %** (batch 128)" in text
 
 
 def test_mla_and_mtp(run):
@@ -104,8 +104,8 @@ def test_mla_and_mtp(run):
     assert greedy[0] > 70 and greedy[0] > greedy[1]
     assert len(re.findall(r"drafts? on this CPU: [\d.]+ tok/s per request against", text)) == 2
     assert re.search(r"EP128: one draft pays from an acceptance of 0\.\d\d \(batch 1\)", text)
-    assert re.search(r"Of a recorded layer MLA takes \d+ to \d+ %", text)
-    assert "A recorded pass of the MTP layer takes, of the step" in text
+    assert re.search(r"Of a layer recorded on NVIDIA H200 MLA takes \d+ to \d+ %", text)
+    assert "A pass of the MTP layer takes, of the step, recorded on NVIDIA H200" in text
     store = Store(folder / "own", package=False)
     assert len(store.records("attention_ways")) == 2 * 3 and store.records("drafts", metric="acceptance")
 

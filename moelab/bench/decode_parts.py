@@ -47,7 +47,7 @@ def drafts(store: Store, found: Sequence[Layer], tables: Tables) -> tuple[Curves
     return recorded, counted
 
 
-def lessons(share: Curves, recorded: Curves, counted: Curves) -> list[str]:
+def lessons(gpu: str, share: Curves, recorded: Curves, counted: Curves) -> list[str]:
     """What `attention` and `drafts` found, in sentences with their numbers."""
 
     def ends(at: dict[float, float], digits: int) -> str:
@@ -59,12 +59,12 @@ def lessons(share: Curves, recorded: Curves, counted: Curves) -> list[str]:
             f"{ends(at, 0)} ({name.removesuffix(', NoOverlap')}, batch {min(at)} to {max(at)})"
             for name, at in share.items()
         )
-        found.append(f"Of a recorded layer MLA takes {each}.")
+        found.append(f"Of a layer recorded on {gpu} MLA takes {each}.")
     if recorded:
         each = ", ".join(f"{ends(at, 1)} ({name}; modelled {ends(counted[name], 1)})" for name, at in recorded.items())
-        batches = sorted(next(iter(recorded.values())))
+        at = sorted(next(iter(recorded.values())))
         found.append(
-            f"A recorded pass of the MTP layer takes, of the step, batch {batches[0]} to {batches[-1]}: {each}."
+            f"A pass of the MTP layer takes, of the step, recorded on {gpu}, batch {at[0]} to {at[-1]}: {each}."
         )
     return found
 

@@ -40,7 +40,7 @@ def lessons(common: dict[str, Any], steps: Modes) -> list[str]:
         return []
     eager, graph = steps["eager"], steps["graph"]
     first, last = min(eager), max(eager)
-    of = f"{common['model']}, {common['layers']} layers, {common['gpu_count']} GPU{'s' * (common['gpu_count'] > 1)}"
+    of = f"{common['model']}, {common['layers']} layers, {common['gpu_count']} × {graph[first].gpu}"
     said = [
         f"{of}, recorded: a replayed step takes **{graph[first].p50:,.0f} µs** at batch {first}, an eager one "
         f"{_spread(eager[first])}: **{eager[first].p50 / graph[first].p50:.1f}×**; at batch {last} "

@@ -51,7 +51,7 @@ def test_lessons():
         {"EP128, ib400, MicroBatch": {4: 4.2, 128: 3.0}},
         {"EP128, ib400, MicroBatch": {4: 4.0, 128: 2.0}},
     )
-    attention, drafts = decode_parts.lessons(share, recorded, counted)
-    assert attention == "Of a recorded layer MLA takes 6 to 51 % (EP8, nvlink, batch 1 to 128)."
+    attention, drafts = decode_parts.lessons(GPU, share, recorded, counted)
+    assert attention == f"Of a layer recorded on {GPU} MLA takes 6 to 51 % (EP8, nvlink, batch 1 to 128)."
     assert "4.2 to 3.0 % (EP128, ib400, MicroBatch; modelled 4.0 to 2.0 %)" in drafts
-    assert decode_parts.lessons({}, {}, {}) == []
+    assert decode_parts.lessons(GPU, {}, {}, {}) == []
