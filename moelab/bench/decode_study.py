@@ -131,15 +131,15 @@ def variant_rows(found: Sequence[Layer], batch: int) -> list[dict]:
 
 
 def bars(found: Sequence[Layer], batch: int) -> dict[str, Layer]:
-    """{bar of the study's breakdown: the plain layer of its EP and schedule at `batch`}, as far as recorded: by the
-    law of a fabric rather than without an exchange."""
+    """{bar of the study's breakdown: the plain layer of its EP and schedule at `batch`}, as far as recorded: of all
+    ranks rather than of a shadow one, and by the law of a fabric rather than without an exchange."""
     at: dict[str, Layer] = {}
     for name, (ep, overlap) in schedules.STUDY_BARS.items():
         mine = [
             x for x in plain(found) if (x.params["ep"], x.params["overlap"], x.params["batch"]) == (ep, overlap, batch)
         ]
         if mine and (ep == 8 or any(x.params["fabric"] != QUIET for x in mine)):
-            at[name] = max(mine, key=lambda x: x.params["fabric"] != QUIET)
+            at[name] = max(mine, key=lambda x: (x.params["fabric"] == REAL, x.params["fabric"] != QUIET))
     return at
 
 

@@ -162,7 +162,7 @@ def test_the_longest_graphs_are_plain(store):
     assert decode_study.variant_rows(found, 16) == []
 
 
-def test_bars_prefer_a_fabric(store):
+def test_bars_prefer_all_ranks_and_then_a_fabric(store):
     assert list(decode_study.bars(decode_study.layers(store, GPU), 128)) == [
         f"EP128 {x}" for x in ("NoOverlap", "DispatchOverlap", "MicroBatch")]  # fmt: skip
     put(store, "none", 128, 1100.0, dp=8, fabric="none")
@@ -173,6 +173,9 @@ def test_bars_prefer_a_fabric(store):
         "EP8": 1100, "EP128 NoOverlap": 2000, "EP128 DispatchOverlap": 1900, "EP128 MicroBatch": 1330}  # fmt: skip
     put(store, "none", 128, 1300.0, dp=8, fabric="nvlink")
     assert decode_study.bars(decode_study.layers(store, GPU), 128)["EP8"].record.p50 == 1300
+    put(store, "none", 128, 1500.0, dp=8, fabric=None)  # all eight ranks
+    put(store, "none", 128, 1310.0, dp=8, fabric="nvlink", layers=9)
+    assert decode_study.bars(decode_study.layers(store, GPU), 128)["EP8"].record.p50 == 1500
     assert decode_study.bars(decode_study.layers(store, GPU), 64) == {}  # EP128 without its exchange is no bar
 
 
