@@ -21,10 +21,10 @@ import runs
 import typer
 from comparison import NOT_RUN, Halves
 from points import FREE, GPU, Point, points
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from moelab.bench.table import empty
 from moelab.config import MoelabError
 from moelab.results import Store
 from moelab.results.provenance import SmiGPU, visible_gpus
@@ -51,7 +51,7 @@ Only = Annotated[str, typer.Option("--only", metavar="TEXT", help="Points whose 
 def plan(gpus: Gpus = 8, records: Records = Path("records"), only: Only = "") -> None:
     """Print the points with what they need and what is left of each, and what cannot be run here."""
     seen, here = runs.Seen(records), visible_gpus()
-    table = _table("point", "answers", "state", right=("ranks", "layers", f"GB of an {GPU}", "limit [s]"))
+    table = empty("point", "answers", "state", right=("ranks", "layers", f"GB of an {GPU}", "limit [s]"))
     total = 0
     for point in runs.in_order(_chosen(gpus, only), records):
         left = seen.left(point)
@@ -139,7 +139,7 @@ def _line(ended: runs.Run) -> str:
 
 def _decode_table(rows: list[comparison.Row]) -> Table:
     """A line for each batch of a point; one for all those that were not run."""
-    table = _table("real ranks, and error of their shadow", right=("batch", "step [us]", "MoE layer", *SHORT.values()))
+    table = empty("real ranks, and error of their shadow", right=("batch", "step [us]", "MoE layer", *SHORT.values()))
     for point in dict.fromkeys(row.point for row in rows):
         if missing := [str(row.batch) for row in rows if row.point == point and not row.terms]:
             table.add_row(point, ", ".join(missing), NOT_RUN)
@@ -157,7 +157,7 @@ def _error(row: comparison.Row, term: str) -> str:
 
 
 def _error_table(rows: list[comparison.Row]) -> Table:
-    table = _table("term", right=("points", "median |error|", "lowest", "highest"))
+    table = empty("term", right=("points", "median |error|", "lowest", "highest"))
     found = comparison.errors(rows)
     for term in comparison.TERMS:
         count, *shares = found.get(term, (0,))
@@ -166,7 +166,7 @@ def _error_table(rows: list[comparison.Row]) -> Table:
 
 
 def _exchange_table(point: Point, store: Store) -> Table:
-    table = _table("tokens", f"{point.name} [us]", right=("dispatch", "combine", "pair"))
+    table = empty("tokens", f"{point.name} [us]", right=("dispatch", "combine", "pair"))
     for tokens, halves in comparison.exchange(point, store).items():
         for one in halves:
             table.add_row(str(tokens), one.who, *_us(one), _us(one, "pair"))
@@ -176,7 +176,7 @@ def _exchange_table(point: Point, store: Store) -> Table:
 
 
 def _published_table(ep: int) -> Table:
-    table = _table(f"published, EP{ep}, {comparison.AIM_TOKENS} tokens [us]", right=("dispatch", "combine"))
+    table = empty(f"published, EP{ep}, {comparison.AIM_TOKENS} tokens [us]", right=("dispatch", "combine"))
     table.add_column("source", overflow="fold")
     for one in comparison.others_published(ep):
         table.add_row(one.who, *_us(one), one.source)
@@ -190,15 +190,6 @@ def _us(one: Halves, what: str = "") -> list[str] | str:
         return NOT_RUN if value is None else f"{value:.1f}"
 
     return text(getattr(one, what)) if what else [text(one.dispatch), text(one.combine)]
-
-
-def _table(*left: str, right: tuple[str, ...]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in left:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right")
-    return table
 
 
 def _console() -> Console:

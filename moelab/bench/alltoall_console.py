@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from moelab.bench import alltoall, alltoall_cpu
 from moelab.bench.alltoall_setting import Setting
+from moelab.bench.table import empty
 from moelab.bench.timer import BenchError
 from moelab.launch import launch
 from moelab.results import Record, Store, collect
@@ -114,7 +114,7 @@ def on_cpu(settings: Sequence[Setting], as_json: bool, records: Path) -> None:
     if as_json:
         print(json.dumps([record.to_dict() for record in found], indent=2))
         return
-    table = _empty_table("tokens", "backend", "metric", right=("p50", "p20–p80", "p99", "unit"))
+    table = empty("tokens", "backend", "metric", right=("p50", "p20–p80", "p99", "unit"))
     for r in found:
         spread = f"{r.p20:.0f}–{r.p80:.0f}"
         table.add_row(str(r.params["tokens"]), r.backend, r.metric, f"{r.p50:.0f}", spread, f"{r.p99:.0f}", r.unit)
@@ -132,7 +132,7 @@ def _as_dict(results: Results, found: Sequence[Line]) -> dict[str, Any]:
 
 
 def _floor_table(floor: Sequence[Record]) -> Table:
-    table = _empty_table("floor", "params", right=("p50", "p20–p80", "p99", "unit"))
+    table = empty("floor", "params", right=("p50", "p20–p80", "p99", "unit"))
     for r in floor:
         params = " ".join(f"{name}={value}" for name, value in r.params.items() if name not in ("ep", "bytes"))
         table.add_row(r.metric, params, f"{r.p50:.2f}", f"{r.p20:.2f}–{r.p80:.2f}", f"{r.p99:.2f}", r.unit)
@@ -145,7 +145,7 @@ def _table(found: Sequence[Line]) -> Table:
         "pair", "p20–p80", "p99", "split", "dispatch", "combine", "eager d / c", "enqueue", "bound d + c", "× bound",
         "of link",
     )  # fmt: skip
-    table = _empty_table("tokens", "routing", "backend", right=right)
+    table = empty("tokens", "routing", "backend", right=right)
     last = None
     for line in found:
         if last not in (None, line.setting):
@@ -163,15 +163,6 @@ def _table(found: Sequence[Line]) -> Table:
             "" if line.over_bound is None else f"{line.over_bound:.1f}",
             "" if line.link_share is None else f"{line.link_share:.0%}",
         )  # fmt: skip
-    return table
-
-
-def _empty_table(*left: str, right: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in left:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right")
     return table
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +16,7 @@ from rich.table import Table
 from moelab.bench import decode
 from moelab.bench.decode import Found
 from moelab.bench.decode_setting import Setting, batches
+from moelab.bench.table import empty
 from moelab.launch import LaunchError
 from moelab.results import Store, collect
 
@@ -139,9 +139,8 @@ def _layers(found: Sequence[Found]) -> Table:
 
 def _waits(found: Sequence[Found]) -> Table:
     """What a shadow rank was asked to hold, and held; one line for each half and number of tokens."""
-    table = Table("batch", "stood in for", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("asked [us]", "held p50", "p20–p80", "off", "exposed", "SMs", "sent [kB]", "received"):
-        table.add_column(column, justify="right")
+    numbers = ("asked [us]", "held p50", "p20–p80", "off", "exposed", "SMs", "sent [kB]", "received")
+    table = empty("batch", "stood in for", right=numbers)
     for one in found:
         for r in one.of("held"):
             half, asked = r.params["half"], r.params["asked_us"]
@@ -155,9 +154,7 @@ def _waits(found: Sequence[Found]) -> Table:
 
 def _memory(found: Sequence[Found]) -> Table:
     """Of the largest batch."""
-    table = Table("memory [GB]", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("foreseen", "measured", "off"):
-        table.add_column(column, justify="right")
+    table = empty("memory [GB]", right=("foreseen", "measured", "off"))
     for part, size in found[-1].memory().items():
         seen = size.get("measured")
         off = "" if not seen or "foreseen" not in size else f"{size['foreseen'] / seen - 1:+.1%}"
@@ -166,10 +163,7 @@ def _memory(found: Sequence[Found]) -> Table:
 
 
 def _table(found: Sequence[Found], first: str) -> Table:
-    table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
-    for one in found:
-        table.add_column(f"batch {one.batch}", justify="right")
-    return table
+    return empty(first, right=[f"batch {one.batch}" for one in found])
 
 
 def _row(table: Table, name: str, values: Sequence[float | None], form: str, style: str | None = None) -> None:

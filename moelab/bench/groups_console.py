@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from moelab.bench import groups
+from moelab.bench.table import empty
 from moelab.launch import LaunchError
 from moelab.results import Record, Store, collect
 
@@ -64,9 +64,8 @@ def groups_bench(
 
 def table(found: Sequence[Record]) -> Table:
     """A line for each case and way; times in us, p50."""
-    made = Table("batches", "way", "agree by", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("step [us]", "p20–p80", "agree", "fill", "run", "tokens", "rows", "launches"):
-        made.add_column(column, justify="right")
+    numbers = ("step [us]", "p20–p80", "agree", "fill", "run", "tokens", "rows", "launches")
+    made = empty("batches", "way", "agree by", right=numbers)
     for (batches, way, agree), numbers in groups.by_case(found).items():
         step = numbers["step"]
         own = [

@@ -137,14 +137,9 @@ def _roof(name: str, device: torch.device, provenance: Provenance, store: Store)
 
 
 def as_table(lines: Sequence[Line]) -> Table:
-    from rich import box
-    from rich.table import Table
+    from moelab.bench.table import empty
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("op", "params", "backend"):
-        table.add_column(column, overflow="fold")
-    for column in ("p50 [us]", "p20–p80", "GB/s", "TFLOP/s", "of roof"):
-        table.add_column(column, justify="right")
+    table = empty("op", "params", "backend", right=("p50 [us]", "p20–p80", "GB/s", "TFLOP/s", "of roof"))
     for line in lines:
         r = line.record
         table.add_row(

@@ -41,7 +41,7 @@ class Inputs:
         self.max_batch, self.q_len = max_batch, q_len
         rows, on_gpu = max_batch * q_len, torch.device(device).type == "cuda"
         self._host = torch.zeros(self.COLUMNS, rows, dtype=torch.int64, pin_memory=on_gpu)
-        self._host_rows = self._host.numpy()  # the same memory: NumPy takes a tenth of torch's time for a few numbers
+        self._host_rows = self._host.numpy()  # the same memory
         self._device = torch.zeros_like(self._host, device=device)
         self.tokens, self.positions, self.slots, self._real = self._device
         self.real = torch.zeros(rows, dtype=torch.bool, device=device)
